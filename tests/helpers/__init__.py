@@ -1,0 +1,1 @@
+"""Things several rooms' tests share. Nothing here is a test."""
