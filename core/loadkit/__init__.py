@@ -1,0 +1,1 @@
+"""loadkit: a checkpoint in any format, from any place, into a ready, sharded torch module."""

@@ -1,0 +1,237 @@
+"""Every error loadkit raises, as one tree.
+
+    LoadkitError
+    ├── UsageError                 exit 2   the caller asked for something that cannot be
+    │   ├── OptionError            E_OPTION      an option's name, type or value
+    │   ├── UnknownNameError       E_UNKNOWN     no such load format, reader, source, method ...
+    │   ├── NotInstalledError      E_NOT_INSTALLED   a known name whose distribution is missing
+    │   └── ConflictError          E_CONFLICT    two distributions claim one name
+    ├── CheckpointError            exit 1   the files are at fault
+    │   ├── FormatError            E_HEADER E_UTF8 E_JSON E_LAYOUT E_DUPLICATE E_FIELD E_SHAPE E_DTYPE
+    │   │                          E_METADATA E_NAME E_FORMAT ...  (the code says which rule was broken)
+    │   ├── IndexFileError         E_INDEX       model.safetensors.index.json does not describe the files
+    │   ├── ConfigFileError        E_CONFIG      config.json
+    │   ├── PathError              E_PATH        a link, a device, a path out of the folder
+    │   └── NoWeightsError         E_NO_WEIGHTS  nothing there that any load format reads
+    ├── ModelError                 exit 1   the model and the checkpoint do not fit
+    │   ├── ArchitectureError      E_ARCHITECTURE    unknown, once supported, not given
+    │   ├── ArchitectureImportError E_ARCHITECTURE_IMPORT   registered, but importing it failed
+    │   ├── PlanError              E_PLAN        carries .problems, all of them
+    │   ├── WeightLoadError        E_MODEL       a weight loader failed on one tensor
+    │   ├── TraceError             E_TRACE       the recorder met what it must not guess
+    │   └── CoverageError          E_COVERAGE    an element written never, or twice
+    ├── PluginError                exit 1   E_PLUGIN  a plugin failed; names distribution and version
+    ├── ResourceError              exit 1   E_MEMORY
+    ├── DistributedError           exit 1   E_RANK    another rank failed, or the ranks disagree
+    └── ReadFailure                exit 3   the machine or the network is at fault
+        ├── ReadError              E_IO          carries .errno
+        ├── TruncatedError         E_TRUNCATED   the file ended before the tensor did
+        └── ChangedError           E_CHANGED     the file changed while it was in use
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "ArchitectureError",
+    "ArchitectureImportError",
+    "ChangedError",
+    "CheckpointError",
+    "ConfigFileError",
+    "ConflictError",
+    "CoverageError",
+    "DistributedError",
+    "FormatError",
+    "IndexFileError",
+    "LoadkitError",
+    "ModelError",
+    "NoWeightsError",
+    "NotInstalledError",
+    "OptionError",
+    "PathError",
+    "PlanError",
+    "PluginError",
+    "ReadError",
+    "ReadFailure",
+    "ResourceError",
+    "TraceError",
+    "TruncatedError",
+    "UnknownNameError",
+    "UsageError",
+    "WeightLoadError",
+]
+
+
+class LoadkitError(Exception):
+    """What was asked, what was found, where, and what to do.
+
+    Attributes:
+        code: one word, ``E_...``; stable, for programs.
+        file: the file's name inside the checkpoint (or its path), if one is at fault.
+        tensor: the checkpoint tensor's name.
+        offset: byte offset in ``file``.
+        parameter: the model parameter's dotted name.
+        detail: anything more a program may want (a plain JSON-able value).
+        hint: what to do about it.
+    """
+
+    code: str = "E_LOADKIT"
+    exit_code: int = 1
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str | None = None,
+        file: str | None = None,
+        tensor: str | None = None,
+        offset: int | None = None,
+        parameter: str | None = None,
+        detail: Any = None,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        if code is not None:
+            self.code = code
+        self.file = file
+        self.tensor = tensor
+        self.offset = offset
+        self.parameter = parameter
+        self.detail = detail
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.hint})" if self.hint else self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.message, dict(self.__dict__), self.__cause__))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The error as JSON-able values (the CLI's ``--json`` form)."""
+        keys = ("code", "message", "file", "tensor", "offset", "parameter", "detail", "hint")
+        return {key: getattr(self, key) for key in keys}
+
+
+def _rebuild(
+    cls: type[LoadkitError], message: str, state: dict[str, Any], cause: BaseException | None
+) -> LoadkitError:
+    """Unpickle an error in another process, its cause included."""
+    error = cls.__new__(cls)
+    Exception.__init__(error, message)
+    error.__dict__.update(state)
+    error.__cause__ = cause
+    return error
+
+
+class UsageError(LoadkitError):
+    code = "E_USAGE"
+    exit_code = 2
+
+
+class OptionError(UsageError):
+    code = "E_OPTION"
+
+
+class UnknownNameError(UsageError):
+    code = "E_UNKNOWN"
+
+
+class NotInstalledError(UsageError):
+    code = "E_NOT_INSTALLED"
+
+
+class ConflictError(UsageError):
+    code = "E_CONFLICT"
+
+
+class CheckpointError(LoadkitError):
+    code = "E_CHECKPOINT"
+
+
+class FormatError(CheckpointError):
+    code = "E_FORMAT"
+
+
+class IndexFileError(CheckpointError):
+    code = "E_INDEX"
+
+
+class ConfigFileError(CheckpointError):
+    code = "E_CONFIG"
+
+
+class PathError(CheckpointError):
+    code = "E_PATH"
+
+
+class NoWeightsError(CheckpointError):
+    code = "E_NO_WEIGHTS"
+
+
+class ModelError(LoadkitError):
+    code = "E_MODEL"
+
+
+class ArchitectureError(ModelError):
+    code = "E_ARCHITECTURE"
+
+
+class ArchitectureImportError(ModelError):
+    code = "E_ARCHITECTURE_IMPORT"
+
+
+class PlanError(ModelError):
+    """The plan found problems. ``problems`` holds all of them, in order."""
+
+    code = "E_PLAN"
+
+    def __init__(self, message: str, *, problems: Any = (), **where: Any) -> None:
+        super().__init__(message, **where)
+        self.problems = tuple(problems)
+
+
+class WeightLoadError(ModelError):
+    code = "E_MODEL"
+
+
+class TraceError(ModelError):
+    code = "E_TRACE"
+
+
+class CoverageError(ModelError):
+    code = "E_COVERAGE"
+
+
+class PluginError(LoadkitError):
+    code = "E_PLUGIN"
+
+
+class ResourceError(LoadkitError):
+    code = "E_MEMORY"
+
+
+class DistributedError(LoadkitError):
+    code = "E_RANK"
+
+
+class ReadFailure(LoadkitError):
+    code = "E_IO"
+    exit_code = 3
+
+
+class ReadError(ReadFailure):
+    """The operating system refused a read. ``errno`` is its number, or None."""
+
+    def __init__(self, message: str, *, errno: int | None = None, **where: Any) -> None:
+        super().__init__(message, **where)
+        self.errno = errno
+
+
+class TruncatedError(ReadFailure):
+    code = "E_TRUNCATED"
+
+
+class ChangedError(ReadFailure):
+    code = "E_CHANGED"

@@ -1,0 +1,72 @@
+"""What a reader is: extents of files go straight into memory. It knows nothing of models."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    import torch
+
+    from loadkit.config import LoadConfig
+    from loadkit.sources.base import File
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """``rows`` runs of ``row_bytes`` bytes each, from a file to memory.
+
+    Row i is read from ``offset + i * file_stride`` and lands at byte ``i * dest_stride`` of
+    ``dest``: a 1-d uint8 CPU tensor whose first byte is the first row's first byte. All of it in
+    bytes. A contiguous piece has ``rows == 1``. ``tensor`` is the checkpoint tensor's name, for
+    errors.
+    """
+
+    file: File
+    offset: int
+    row_bytes: int
+    rows: int
+    file_stride: int
+    dest: torch.Tensor
+    dest_stride: int
+    tensor: str
+
+
+class Reader(ABC):
+    """Moves extents. Registered with ``@register_reader(name)``; one instance per load."""
+
+    name: ClassVar[str]
+    aliases: ClassVar[bool] = False  # whether ``view`` works
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        self.load_config = load_config
+
+    @classmethod
+    @abstractmethod
+    def bytes_for(cls, row_bytes: int, rows: int, file_stride: int) -> int:
+        """Bytes of file this reader takes for such an extent: the rows, and any gaps it reads."""
+
+    @abstractmethod
+    def read(
+        self, extents: Sequence[Extent], landed: Callable[[int], None] | None = None
+    ) -> int:
+        """Fill every extent's destination; returns the bytes read from files.
+
+        Extents come sorted by file, then offset. ``landed`` is called with byte counts as they
+        arrive (from any thread). On an error the remaining work is cancelled, threads are joined
+        and the first error is raised.
+
+        Raises:
+            TruncatedError: a file ended early.
+            ReadError: the operating system failed; ``errno``, ``file``, ``tensor``, ``offset`` set.
+        """
+
+    def view(self, file: File, offset: int, nbytes: int) -> torch.Tensor:
+        """A uint8 view [nbytes] of a private mapping, for readers with ``aliases``."""
+        raise NotImplementedError(f"reader {self.name!r} cannot alias")
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release threads and mappings that nothing uses any more; may be called twice."""

@@ -1,0 +1,91 @@
+"""What a source is: a place that holds a checkpoint's files, and one open file of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from loadkit.config import LoadConfig
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """A file that a source holds: ``name`` relative to the root with "/", ``size`` in bytes."""
+
+    name: str
+    size: int
+
+
+class File(ABC):
+    """One open, readable file. ``name`` is relative to its source's root; ``size`` in bytes.
+
+    ``path`` is its local path, or None where it has none (a remote file).
+    """
+
+    name: str
+    size: int
+    path: str | None = None
+
+    @abstractmethod
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Exactly ``nbytes`` bytes from ``offset``.
+
+        Raises:
+            TruncatedError: the file ends earlier.
+            ReadError: the operating system or the network failed.
+        """
+
+    def fileno(self) -> int:
+        """An open descriptor, for local files. It stays open until ``close``."""
+        raise NotImplementedError(f"{type(self).__name__} has no file descriptor")
+
+    @abstractmethod
+    def check_unchanged(self) -> None:
+        """Raise ChangedError if the file is not what it was when it was opened."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the descriptor or connection; may be called twice."""
+
+
+class Source(ABC):
+    """A checkpoint's place, one per URI scheme. Registered with ``@register_source(scheme)``.
+
+    A source is a context manager; leaving it closes every file it opened.
+    """
+
+    def __init__(self, uri: str, load_config: LoadConfig) -> None:
+        self.uri = uri
+        self.load_config = load_config
+
+    @abstractmethod
+    def list(self) -> Sequence[FileInfo]:
+        """Every regular file under the root, sorted by name (sub-folders included, two levels)."""
+
+    @abstractmethod
+    def open(self, name: str) -> File:
+        """Open a file by its name relative to the root; the same File for the same name.
+
+        Raises:
+            PathError: the name leads out of the root, or is no regular file.
+            ReadError: it cannot be opened.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close every file this source opened."""
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
