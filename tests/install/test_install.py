@@ -1,0 +1,151 @@
+"""Wheels of every distribution, installed into clean environments as a user would.
+
+How the environments come about: ``helpers/environments.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from helpers import environments
+from helpers.checkpoints import write_llama
+
+pytestmark = pytest.mark.install
+
+VERSION = environments.project(environments.ROOT)["version"]
+UMBRELLA = {"loadkit", "loadkit-core", "loadkit-layers", "loadkit-models"}
+UMBRELLA |= {"loadkit-default", "loadkit-dummy"}
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of wheels; a format's extra that is not built yet has a stand-in there."""
+    folder = environments.build_wheels(tmp_path_factory.mktemp("build"))
+    if not list(folder.glob("loadkit_gguf-*.whl")):
+        environments.stand_in_wheel(folder, "gguf", VERSION)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def third_parties(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return environments.link_third_parties(tmp_path_factory.mktemp("third") / "parties")
+
+
+@pytest.fixture(scope="module")
+def umbrella(
+    tmp_path_factory: pytest.TempPathFactory, third_parties: Path, wheels: Path
+) -> environments.Environment:
+    """An environment after ``pip install loadkit``."""
+    folder = tmp_path_factory.mktemp("umbrella") / "venv"
+    environment = environments.Environment(folder, third_parties, wheels)
+    environment.install("loadkit")
+    return environment
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    write_llama(folder, shards=2)
+    return folder
+
+
+def test_a_wheel_holds_its_package_and_nothing_else(wheels: Path) -> None:
+    for member in environments.MEMBERS:
+        name = environments.project(member)["name"].replace("-", "_")
+        package = "loadkit" if name == "loadkit_core" else name
+        (wheel,) = wheels.glob(f"{name}-{VERSION}-*.whl")
+        names = zipfile.ZipFile(wheel).namelist()
+        tops = {path.partition("/")[0] for path in names}
+        assert tops == {package, f"{name}-{VERSION}.dist-info"}
+        assert f"{package}/py.typed" in names
+
+
+def test_the_umbrellas_wheel_holds_no_code(wheels: Path) -> None:
+    (wheel,) = wheels.glob(f"loadkit-{VERSION}-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {path.partition("/")[0] for path in names} == {f"loadkit-{VERSION}.dist-info"}
+
+
+def test_the_umbrella_alone_brings_the_first_party_members(
+    umbrella: environments.Environment,
+) -> None:
+    assert umbrella.distributions() == UMBRELLA
+
+
+def test_nothing_of_the_checkout_is_on_the_path(umbrella: environments.Environment) -> None:
+    paths = umbrella.python("import sys; print(*sys.path, sep='\\n')").splitlines()
+    assert [path for path in paths if Path(path).is_relative_to(environments.ROOT)] == []
+    where = umbrella.python("import loadkit; print(loadkit.__file__)").strip()
+    assert Path(where).is_relative_to(umbrella.bin.parent)
+    for name in ("tests", "core", "layers", "loaders", "plugins", "scripts"):
+        assert "None" in umbrella.python(
+            f"import importlib.util; print(importlib.util.find_spec({name!r}))"
+        )
+
+
+def test_the_umbrella_alone_loads_a_checkpoint_from_the_command_line(
+    umbrella: environments.Environment, checkpoint: Path
+) -> None:
+    plan = json.loads(umbrella.loadkit("plan", checkpoint, "--tp", "2", "--json"))
+    assert (plan["ok"], plan["architecture"]) == (True, "LlamaForCausalLM")
+    assert plan["distribution"] == "loadkit-models"
+    report = json.loads(umbrella.loadkit("load", checkpoint, "--json"))
+    assert report["schema"] == "loadkit.load/1"
+
+
+def test_the_umbrella_alone_loads_a_checkpoint_from_python(
+    umbrella: environments.Environment, checkpoint: Path
+) -> None:
+    out = umbrella.python(
+        "import torch, loadkit\n"
+        f"result = loadkit.load({str(checkpoint)!r})\n"
+        "with torch.no_grad():\n"
+        "    hidden = result.model(torch.arange(5), torch.arange(5))\n"
+        "print(type(result.model).__name__, list(hidden.shape), result.report.bytes_read > 0)"
+    )
+    assert out.split(maxsplit=1) == ["LlamaForCausalLM", "[5, 16] True\n"]
+
+
+def test_a_format_that_is_not_installed_names_its_extra(
+    umbrella: environments.Environment, checkpoint: Path
+) -> None:
+    error = umbrella.loadkit("load", checkpoint, "--load-format", "gguf", code=2)
+    assert 'pip install "loadkit[gguf]"' in error
+    assert "Traceback" not in error
+    error = umbrella.python(
+        f"import loadkit; loadkit.load({str(checkpoint)!r}, load_format='gguf')", exit_code=1
+    )
+    assert "NotInstalledError" in error and 'pip install "loadkit[gguf]"' in error
+
+
+def test_an_extra_brings_its_format(tmp_path: Path, third_parties: Path, wheels: Path) -> None:
+    environment = environments.Environment(tmp_path / "venv", third_parties, wheels)
+    environment.install("loadkit[gguf]")
+    assert environment.distributions() == UMBRELLA | {"loadkit-gguf"}
+    formats = json.loads(environment.loadkit("formats", "--json"))["formats"]
+    (row,) = [row for row in formats if row["name"] == "gguf"]
+    assert (row["distribution"], row["version"]) == ("loadkit-gguf", VERSION)
+
+
+def test_the_extra_all_installs_every_member(
+    tmp_path: Path, third_parties: Path, wheels: Path
+) -> None:
+    environment = environments.Environment(tmp_path / "venv", third_parties, wheels)
+    environment.install("loadkit[all]")
+    members = {environments.project(member)["name"] for member in environments.MEMBERS}
+    assert environment.distributions() == members | {"loadkit"}
+
+
+def test_the_core_alone_says_that_nothing_is_installed_for_an_architecture(
+    tmp_path: Path, third_parties: Path, wheels: Path, checkpoint: Path
+) -> None:
+    environment = environments.Environment(tmp_path / "venv", third_parties, wheels)
+    environment.install("loadkit-core")
+    assert environment.distributions() == {"loadkit-core"}
+    environment.loadkit("formats")
+    error = environment.loadkit("load", checkpoint, "--load-format", "safetensors", code=2)
+    assert "pip install" in error and "Traceback" not in error
