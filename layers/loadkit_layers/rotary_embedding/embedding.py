@@ -3,8 +3,8 @@
 # T tokens, H heads, D head size, R rotated width (R <= D, even)
 
 Nothing is tabulated: a module holds ``inv_freq`` (float32 ``[R/2]``, some hundred bytes) and
-computes cosines and sines of the positions it is given. So ``max_position`` costs no memory, a position
-beyond it is no fault, and planning a model with 131,072 positions is as cheap as a toy.
+computes cosines and sines of the positions it is given. So ``max_position`` costs no memory, a
+position beyond it is no fault, and planning a model with 131,072 positions is cheap as a toy.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 # D rotated width of a head (even), so D/2 pairs
 
 Each function takes ``(dim, base, max_position, settings)`` and gives ``(inv_freq, factor)``:
-float32 ``[D/2]`` radians per position on the CPU, and the number that cosines and sines are multiplied by.
+float32 ``[D/2]`` radians per position on the CPU, and what cosines and sines are multiplied by.
 The float32 arithmetic follows the order of operations that checkpoints were trained and tested
 with, so that far positions (thousands of radians) agree as well.
 """
