@@ -30,7 +30,7 @@ class Pooler(nn.Module):
     """Pools hidden states by sequence.
 
     Args:
-        pooling_type: first token, last token, or the mean of all; a string of ``PoolingType`` will do.
+        pooling_type: first token, last token, or the mean of all; its name will do.
         normalize: give vectors of length 1.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -26,7 +27,7 @@ def sequence_spans(
     if cu_seqlens is None:
         return [(0, total)]
     flat = cu_seqlens.tolist() if isinstance(cu_seqlens, torch.Tensor) else list(cu_seqlens)
-    spans = list(zip(flat, flat[1:], strict=False))
+    spans = list(pairwise(flat))
     if not spans or flat[0] != 0 or flat[-1] != total or any(a > b for a, b in spans):
         shown = f"{flat[:8]}{'...' if len(flat) > 8 else ''}"
         raise UsageError(
