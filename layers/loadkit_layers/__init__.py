@@ -1,0 +1,42 @@
+"""Parallel layers whose parameters load themselves. Importing the package leaves torch alone."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_MODULES = {
+    "block_scale": ("BlockQuantScaleParameter",),
+    "communication": ("all_gather", "all_reduce", "init_parallel_groups", "tp_group"),
+    "linear": ("ColumnParallelLinear", "LinearBase", "ReplicatedLinear", "RowParallelLinear"),
+    "merged_linear": ("MergedColumnParallelLinear", "QKVParallelLinear"),
+    "parameter": (
+        "BaseParameter",
+        "ChannelQuantScaleParameter",
+        "ColumnParameter",
+        "GroupQuantScaleParameter",
+        "ModelWeightParameter",
+        "PackedParameter",
+        "PerTensorScaleParameter",
+        "RowParameter",
+    ),
+    "sharding": ("Shard", "require_divisible"),
+    "unquantized": ("UnquantizedLinearMethod",),
+    "vocab_parallel_embedding": ("ParallelLMHead", "VocabParallelEmbedding", "pad_vocab_size"),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for, once."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'loadkit_layers' has no attribute {name!r}")
+    value = getattr(import_module(f"loadkit_layers.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,111 @@
+"""Sums and gathers over the tensor-parallel ranks, by torch.distributed.
+
+The world is dp x pp x tp: rank = (dp_rank * pp_size + pp_rank) * tp_size + tp_rank. Where this
+process stands comes from an explicit ParallelConfig and is compared with torch.distributed; no
+environment variable is read.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from loadkit.config import ParallelConfig
+from loadkit.errors import DistributedError
+
+__all__ = ["all_gather", "all_reduce", "global_rank", "init_parallel_groups", "tp_group"]
+
+# The tp group of this process, by the world it was made in and (dp, pp, tp).
+_groups: dict[tuple[dist.ProcessGroup, int, int, int], dist.ProcessGroup] = {}
+
+
+def global_rank(parallel: ParallelConfig) -> int:
+    """This place's number in the world of dp x pp x tp."""
+    return (parallel.dp_rank * parallel.pp_size + parallel.pp_rank) * parallel.tp_size + (
+        parallel.tp_rank
+    )
+
+
+def init_parallel_groups(parallel: ParallelConfig) -> None:
+    """Make the process groups of a layout, once; every rank of the world has to call it.
+
+    Raises:
+        DistributedError: torch.distributed is not initialised, or disagrees with ``parallel``.
+    """
+    key = _key(parallel)
+    if key in _groups:
+        return
+    R = parallel.tp_size
+    for first in range(0, dist.get_world_size(), R):  # every rank makes every group, in this order
+        group = dist.new_group(list(range(first, first + R)))
+        if isinstance(group, dist.ProcessGroup) and first <= dist.get_rank() < first + R:
+            _groups[key] = group
+
+
+def tp_group(parallel: ParallelConfig) -> dist.ProcessGroup:
+    """The group of the R ranks that share this rank's layers.
+
+    Where tp is the whole world that is the default group; other layouts need
+    ``init_parallel_groups`` first, because making groups takes every rank of the world.
+
+    Raises:
+        DistributedError: torch.distributed is not initialised or disagrees with ``parallel``, or
+            the groups were not made.
+    """
+    key = _key(parallel)
+    found = _groups.get(key)
+    if found is not None:
+        return found
+    if parallel.tp_size == dist.get_world_size():
+        return key[0]
+    raise DistributedError(
+        f"the process groups of dp {parallel.dp_size} x pp {parallel.pp_size} x tp "
+        f"{parallel.tp_size} are not made",
+        hint="call loadkit_layers.init_parallel_groups(parallel) on every rank first",
+    )
+
+
+def all_reduce(x: torch.Tensor, parallel: ParallelConfig) -> torch.Tensor:
+    """The sum of ``x`` over the tp ranks; ``x`` itself may be overwritten. At tp 1, ``x``."""
+    if parallel.tp_size == 1:
+        return x
+    x = x.contiguous()
+    dist.all_reduce(x, group=tp_group(parallel))
+    return x
+
+
+def all_gather(x: torch.Tensor, parallel: ParallelConfig, dim: int = -1) -> torch.Tensor:
+    """The ranks' tensors, of one shape, joined along ``dim`` in rank order. At tp 1, ``x``."""
+    if parallel.tp_size == 1:
+        return x
+    parts = [
+        torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(parallel.tp_size)
+    ]
+    dist.all_gather(parts, x.contiguous(), group=tp_group(parallel))
+    return torch.cat(parts, dim=dim)
+
+
+def _key(parallel: ParallelConfig) -> tuple[dist.ProcessGroup, int, int, int]:
+    """The world and the layout, after comparing the two."""
+    layout = f"dp {parallel.dp_size} x pp {parallel.pp_size} x tp {parallel.tp_size}"
+    if not (dist.is_available() and dist.is_initialized()):
+        raise DistributedError(
+            f"{layout} needs torch.distributed, which is not initialised in this process",
+            hint="start with torchrun and call torch.distributed.init_process_group first",
+        )
+    size = parallel.dp_size * parallel.pp_size * parallel.tp_size
+    if dist.get_world_size() != size:
+        raise DistributedError(
+            f"{layout} is {size} ranks; torch.distributed has {dist.get_world_size()}",
+            detail={"expected": size, "world_size": dist.get_world_size()},
+        )
+    if dist.get_rank() != global_rank(parallel):
+        raise DistributedError(
+            f"{parallel} is rank {global_rank(parallel)} of {layout}; "
+            f"torch.distributed says this process is rank {dist.get_rank()}",
+            detail={"expected": global_rank(parallel), "rank": dist.get_rank()},
+        )
+    world = dist.group.WORLD
+    if world is None:
+        raise DistributedError("torch.distributed has no default group")
+    return world, parallel.dp_size, parallel.pp_size, parallel.tp_size
