@@ -47,8 +47,8 @@ format: setup  ## put the code into shape
 bench: setup  ## the benchmarks, as ratios of one run (ARGS="--small" for CI's size)
 	$(PY) tests/benchmarks/run_all.py $(ARGS)
 
-docs: setup  ## the pages, into site/; a broken link fails
-	$(PY) -m mkdocs build --strict --quiet
+docs: setup  ## the pages, into site/; a broken link or name fails
+	$(PY) -m zensical build --strict
 
 demo: setup  ## plan and load MiniLM, and compare it with the stored oracle
 	$(PY) scripts/demo.py $(ARGS)

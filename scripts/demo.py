@@ -1,7 +1,7 @@
 """Plan and load a real checkpoint, and compare what it computes with numbers made elsewhere.
 
-MiniLM (BertModel, 22.7 M parameters) is planned at tp 1, 2 and 4 from its header alone, then loaded;
-the similarities of three sentences must equal those that transformers computed, to 1e-5.
+MiniLM (BertModel, 22.7 M parameters) is planned at tp 1, 2 and 4 from its header alone, then
+loaded; the similarities of three sentences must equal those that transformers computed, to 1e-5.
 """
 
 from __future__ import annotations
