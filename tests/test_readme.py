@@ -1,0 +1,51 @@
+"""What README.md shows can be run as it stands."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers.checkpoints import write_llama
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which ``path/to/model`` is a model."""
+    folder = tmp_path_factory.mktemp("readme")
+    write_llama(folder / "path/to/model")
+    return folder
+
+
+def test_the_five_lines_of_python_run(root: Path, place: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (root / "README.md").read_text(), re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=place)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("True ")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "plan path/to/model --tp 2",
+        "load path/to/model --json",
+        "inspect path/to/model",
+        "formats",
+        "models",
+        "plugins",
+    ],
+)
+def test_a_command_of_the_readme_runs(root: Path, place: Path, line: str) -> None:
+    assert line.split()[0] in (root / "README.md").read_text()
+    command = [Path(sys.executable).with_name("loadkit"), *line.split()]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=place)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_targets_it_names_exist(root: Path) -> None:
+    named = set(re.findall(r"`make ([a-z-]+)`", (root / "README.md").read_text()))
+    makefile = set(re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(), re.MULTILINE))
+    assert named and named <= makefile
