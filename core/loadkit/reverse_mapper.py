@@ -34,7 +34,7 @@ class ReverseMapper:
         """The checkpoint's name of ``name`` (its part ``shard_id``), or None if it is not unique.
 
         Where several names lead there: one that is known from a checkpoint, else the one on which
-        the most rules fire (a rename before all), else, of these, the one with the most rules that leave it as it is.
+        the most rules fire (a rename before all), of these the one most rules leave as it is.
         With ``"model.": "model."`` or ``".weight": ".weight"`` a mapper says that this spelling,
         of those it accepts, is the one to save.
         """
