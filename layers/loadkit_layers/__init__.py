@@ -6,8 +6,11 @@ from importlib import import_module
 from typing import Any
 
 _MODULES = {
+    "activation": ("GeluAndMul", "SiluAndMul", "get_act_and_mul_fn", "get_act_fn"),
     "block_scale": ("BlockQuantScaleParameter",),
     "communication": ("all_gather", "all_reduce", "init_parallel_groups", "tp_group"),
+    "custom_op": ("CustomOp",),
+    "layernorm": ("GemmaRMSNorm", "LayerNorm", "RMSNorm"),
     "linear": ("ColumnParallelLinear", "LinearBase", "ReplicatedLinear", "RowParallelLinear"),
     "merged_linear": ("MergedColumnParallelLinear", "QKVParallelLinear"),
     "parameter": (
