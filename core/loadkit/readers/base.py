@@ -49,9 +49,7 @@ class Reader(ABC):
         """Bytes of file this reader takes for such an extent: the rows, and any gaps it reads."""
 
     @abstractmethod
-    def read(
-        self, extents: Sequence[Extent], landed: Callable[[int], None] | None = None
-    ) -> int:
+    def read(self, extents: Sequence[Extent], landed: Callable[[int], None] | None = None) -> int:
         """Fill every extent's destination; returns the bytes read from files.
 
         Extents come sorted by file, then offset. ``landed`` is called with byte counts as they

@@ -1,0 +1,71 @@
+"""Which files may be mapped for good: who can write them, and what file system holds them."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from loadkit.sources.base import File
+
+__all__ = ["file_system_of", "may_alias"]
+
+# A page fault in these is served by this kernel from its own disk or memory. All others (nfs,
+# cifs, fuse, lustre, 9p, ceph ...) may block on another machine or process, or lose pages.
+LOCAL_FILE_SYSTEMS = frozenset(
+    {
+        *("bcachefs", "btrfs", "erofs", "exfat", "ext2", "ext3", "ext4", "f2fs", "jfs", "nilfs2"),
+        *("ntfs3", "overlay", "ramfs", "reiserfs", "squashfs", "tmpfs", "vfat", "xfs", "zfs"),
+    }
+)
+_MOUNTS = Path("/proc/self/mountinfo")
+
+
+def may_alias(file: File) -> tuple[bool, str]:
+    """Whether weights may be views of this file, and the reason as a phrase."""
+    if file.path is None:
+        return False, "it is not a local file"
+    if sys.platform != "linux":
+        return False, f"mapping for good is not tried on {sys.platform}"
+    found = os.fstat(file.fileno())
+    if not stat.S_ISREG(found.st_mode):
+        return False, "it is not a regular file"
+    if found.st_uid not in (os.geteuid(), 0):
+        return False, f"user {found.st_uid} owns it and may write it"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return False, f"others may write it (mode {stat.S_IMODE(found.st_mode):o})"
+    kind = file_system_of(file.path, found.st_dev)
+    if kind not in LOCAL_FILE_SYSTEMS:
+        return False, f"its file system ({kind or 'unknown'}) is not known to be local"
+    return True, f"a local file ({kind}) that nobody else can write"
+
+
+def file_system_of(path: str, device: int, mounts: Path = _MOUNTS) -> str:
+    """The type of the file system that holds an open file; empty where that cannot be told.
+
+    Found by device number; overlay and btrfs hand out others than they are mounted with, there
+    the mount point that holds the resolved path decides.
+    """
+    try:
+        lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return ""
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    resolved = os.path.realpath(path)
+    best, kind = -1, ""
+    for line in lines:
+        fields = line.split(" ")
+        if "-" not in fields[6:]:
+            continue
+        name = fields[fields.index("-", 6) + 1]
+        if fields[2] == wanted:
+            return name
+        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
+        inside = point == "/" or resolved == point or resolved.startswith(point + "/")
+        if inside and len(point) >= best:
+            best, kind = len(point), name
+    return kind

@@ -1,0 +1,254 @@
+"""The reader that maps files: parameters become views, everything else is copied from the map.
+
+A mapping is private (writes to a view never reach the file) and is unmapped when the reader and
+the last view have let go of it, never earlier. Before bytes are copied their pages are populated
+by one call per piece: a page that cannot be had is then an error code and not a SIGBUS. A file
+that is cut in the moment between that call and the copy still kills the process, as does
+touching a view of a file that was cut; ``LoadConfig.alias = "never"`` and the ``pread`` reader
+are for files that others write.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from loadkit.errors import ChangedError, ReadError, TruncatedError
+from loadkit.readers.base import Extent, Reader
+from loadkit.readers.extents import check_extent, copy_rows, is_one_run
+from loadkit.readers.threads import Task, default_threads, run_tasks
+from loadkit.text import printable
+
+if TYPE_CHECKING:
+    from loadkit.config import LoadConfig
+    from loadkit.sources.base import File
+
+__all__ = ["MmapReader"]
+
+PIECE = 8 << 20  # bytes of file spanned by one task
+NEAR = 64 << 10  # rows whose gap is at most this are populated together: the kernel does too
+_POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
+
+
+class MmapReader(Reader):
+    """Maps each file once. ``read`` copies with two threads unless ``num_threads`` says more.
+
+    A Python before 3.13 keeps one more descriptor per mapped file for as long as it is mapped.
+    """
+
+    name: ClassVar[str] = "mmap"
+    aliases: ClassVar[bool] = True
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        super().__init__(load_config)
+        self._threads = default_threads(load_config.num_threads, most=2)
+        self._maps: dict[int, _Map] = {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    def bytes_for(cls, row_bytes: int, rows: int, file_stride: int) -> int:
+        return row_bytes * rows
+
+    def view(self, file: File, offset: int, nbytes: int) -> torch.Tensor:
+        """A uint8 view [nbytes] of the file's private mapping, with a storage of its own.
+
+        Its first byte lies in memory as it lies in the file: aligned to what ``offset`` is.
+        Nothing is read until it is touched; a view of nothing only maps the file.
+
+        Raises:
+            TruncatedError: the file ends before ``offset + nbytes``.
+            ChangedError: the file was changed since it was opened.
+            ReadError: the file cannot be mapped.
+        """
+        if offset < 0 or nbytes < 0:
+            raise ValueError(f"no view of {nbytes} bytes at {offset}")
+        mapped = self._map(file)
+        mapped.check(offset + nbytes, None)
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        return torch.frombuffer(mapped.memory[offset : offset + nbytes], dtype=torch.uint8)
+
+    def read(self, extents: Sequence[Extent], landed: Callable[[int], None] | None = None) -> int:
+        """Copy every extent from the map; ``landed`` gets counts that sum up to the result.
+
+        The result counts the rows, not the gaps between them.
+
+        Raises:
+            ValueError: an extent does not fit its destination; nothing was read.
+            TruncatedError: a file ended early.
+            ChangedError: a file was changed since it was opened.
+            ReadError: a file cannot be mapped, or the operating system failed.
+        """
+        wanted = spanned = 0
+        checked: set[int] = set()
+        for extent in extents:
+            check_extent(extent)
+            if id(extent.file) not in checked:
+                checked.add(id(extent.file))
+                extent.file.check_unchanged()
+            if extent.rows and extent.row_bytes:
+                self._map(extent.file).check(_end(extent), extent)
+                wanted += extent.rows * extent.row_bytes
+                spanned += _end(extent) - extent.offset
+        if not wanted:
+            return 0
+        threads = min(self._threads, -(-spanned // PIECE))
+        return run_tasks(self._tasks(extents), threads, landed)
+
+    def close(self) -> None:
+        """Let go of the mappings. Those that views still use stay until the last view is gone."""
+        self._maps.clear()
+
+    def _map(self, file: File) -> _Map:
+        with self._lock:
+            if id(file) not in self._maps:
+                self._maps[id(file)] = _Map(file)
+            return self._maps[id(file)]
+
+    def _tasks(self, extents: Sequence[Extent]) -> Iterator[Task]:
+        """The work in file order, made as it is drawn."""
+        for extent in extents:
+            if not extent.rows or not extent.row_bytes:
+                continue
+            mapped = self._map(extent.file)
+            if is_one_run(extent) or extent.row_bytes >= PIECE:
+                for row in range(1 if is_one_run(extent) else extent.rows):
+                    yield from _row_pieces(mapped, extent, row)
+                continue
+            step = max(1, PIECE // max(extent.file_stride, extent.row_bytes))
+            for first in range(0, extent.rows, step):
+                yield partial(_copy, mapped, extent, first, min(step, extent.rows - first))
+
+
+class _Map:
+    """One file's mapping. ``memory`` is a buffer of it, ``address`` its first byte."""
+
+    def __init__(self, file: File) -> None:
+        self.file = file
+        self.memory = memoryview(b"")
+        self.address = 0
+        try:
+            size = os.fstat(file.fileno()).st_size
+            if size:
+                self.memory = memoryview(_map_private(file.fileno(), size))
+        except (OSError, ValueError, OverflowError, NotImplementedError) as error:
+            number = error.errno if isinstance(error, OSError) else errno.ENODEV
+            raise ReadError(
+                f"{printable(file.name)} cannot be mapped: {error}",
+                errno=number,
+                file=file.name,
+                hint="choose the reader 'pread'",
+            ) from error
+        if size:
+            self.address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
+
+    def check(self, end: int, owner: Extent | None) -> None:
+        """Raise unless the file still holds the bytes up to ``end``, and the map does."""
+        found = os.fstat(self.file.fileno()).st_size
+        tensor = owner.tensor if owner else None
+        if end > found:
+            what = f" (tensor {printable(tensor)})" if tensor is not None else ""
+            raise TruncatedError(
+                f"{printable(self.file.name)} ends at byte {found}; byte {end - 1} was asked "
+                f"for{what}; it had {self.file.size} bytes when it was opened",
+                file=self.file.name,
+                tensor=tensor,
+                offset=found,
+            )
+        if end > len(self.memory):
+            raise ChangedError(
+                f"{printable(self.file.name)} grew from {len(self.memory)} to {found} bytes "
+                "while it was in use",
+                file=self.file.name,
+                tensor=tensor,
+            )
+
+    def populate(self, offset: int, nbytes: int, owner: Extent) -> None:
+        """Have the pages of these bytes in memory, or raise."""
+        self.check(offset + nbytes, owner)
+        start = (self.address + offset) // mmap.PAGESIZE * mmap.PAGESIZE
+        number = _populate(start, self.address + offset + nbytes - start)
+        if not number:
+            return
+        self.check(offset + nbytes, owner)
+        number = errno.EIO if number == errno.EFAULT else number
+        raise ReadError(
+            f"reading tensor {printable(owner.tensor)} from {printable(self.file.name)} at byte "
+            f"{offset} failed: {os.strerror(number)}",
+            errno=number,
+            file=self.file.name,
+            tensor=owner.tensor,
+            offset=offset,
+        )
+
+
+def _map_private(fd: int, size: int) -> mmap.mmap:
+    """A private, writable mapping of the whole file, not charged against free memory."""
+    flags = mmap.MAP_PRIVATE
+    if sys.platform == "linux" and os.uname().machine in ("x86_64", "aarch64"):
+        flags |= 0x4000  # MAP_NORESERVE
+    more: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+    return mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE, **more)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _populate(address: int, nbytes: int) -> int:
+    """Fault pages in for reading; an errno, or 0 when done or when this kernel cannot."""
+    if sys.platform != "linux":
+        return 0
+    while True:
+        failed = _libc.madvise(
+            ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_int(_POPULATE_READ)
+        )
+        number = ctypes.get_errno() if failed else 0
+        if number == errno.EINVAL:
+            return 0
+        if number not in (errno.EINTR, errno.EAGAIN):
+            return number
+
+
+def _end(extent: Extent) -> int:
+    return extent.offset + (extent.rows - 1) * extent.file_stride + extent.row_bytes
+
+
+def _row_pieces(mapped: _Map, extent: Extent, row: int) -> Iterator[Task]:
+    """One long run in pieces that end on page borders of the map."""
+    nbytes = extent.row_bytes * (extent.rows if is_one_run(extent) else 1)
+    offset = extent.offset + row * extent.file_stride
+    into = extent.dest.data_ptr() + row * extent.dest_stride
+    end = offset + nbytes
+    while offset < end:
+        count = min(end, (offset // PIECE + 1) * PIECE) - offset
+        yield partial(_copy_run, mapped, extent, offset, into, count)
+        offset, into = offset + count, into + count
+
+
+def _copy_run(mapped: _Map, extent: Extent, offset: int, into: int, nbytes: int) -> int:
+    mapped.populate(offset, nbytes, extent)
+    ctypes.memmove(into, mapped.address + offset, nbytes)
+    return nbytes
+
+
+def _copy(mapped: _Map, extent: Extent, first: int, rows: int) -> int:
+    """Copy rows ``first`` to ``first + rows``."""
+    row_bytes, stride = extent.row_bytes, extent.file_stride
+    offset = extent.offset + first * stride
+    if stride - row_bytes <= NEAR:
+        mapped.populate(offset, (rows - 1) * stride + row_bytes, extent)
+    else:
+        for row in range(rows):
+            mapped.populate(offset + row * stride, row_bytes, extent)
+    into = extent.dest.data_ptr() + first * extent.dest_stride
+    copy_rows(mapped.address + offset, stride, into, extent.dest_stride, row_bytes, rows)
+    return row_bytes * rows
