@@ -1,32 +1,32 @@
 """Every error loadkit raises, as one tree.
 
-    LoadkitError
-    ├── UsageError                 exit 2   the caller asked for something that cannot be
-    │   ├── OptionError            E_OPTION      an option's name, type or value
-    │   ├── UnknownNameError       E_UNKNOWN     no such load format, reader, source, method ...
-    │   ├── NotInstalledError      E_NOT_INSTALLED   a known name whose distribution is missing
-    │   └── ConflictError          E_CONFLICT    two distributions claim one name
-    ├── CheckpointError            exit 1   the files are at fault
-    │   ├── FormatError            E_HEADER E_UTF8 E_JSON E_LAYOUT E_DUPLICATE E_FIELD E_SHAPE E_DTYPE
-    │   │                          E_METADATA E_NAME E_FORMAT ...  (the code says which rule was broken)
-    │   ├── IndexFileError         E_INDEX       model.safetensors.index.json does not describe the files
-    │   ├── ConfigFileError        E_CONFIG      config.json
-    │   ├── PathError              E_PATH        a link, a device, a path out of the folder
-    │   └── NoWeightsError         E_NO_WEIGHTS  nothing there that any load format reads
-    ├── ModelError                 exit 1   the model and the checkpoint do not fit
-    │   ├── ArchitectureError      E_ARCHITECTURE    unknown, once supported, not given
-    │   ├── ArchitectureImportError E_ARCHITECTURE_IMPORT   registered, but importing it failed
-    │   ├── PlanError              E_PLAN        carries .problems, all of them
-    │   ├── WeightLoadError        E_MODEL       a weight loader failed on one tensor
-    │   ├── TraceError             E_TRACE       the recorder met what it must not guess
-    │   └── CoverageError          E_COVERAGE    an element written never, or twice
-    ├── PluginError                exit 1   E_PLUGIN  a plugin failed; names distribution and version
-    ├── ResourceError              exit 1   E_MEMORY
-    ├── DistributedError           exit 1   E_RANK    another rank failed, or the ranks disagree
-    └── ReadFailure                exit 3   the machine or the network is at fault
-        ├── ReadError              E_IO          carries .errno
-        ├── TruncatedError         E_TRUNCATED   the file ended before the tensor did
-        └── ChangedError           E_CHANGED     the file changed while it was in use
+LoadkitError
+├── UsageError                 exit 2   the caller asked for something that cannot be
+│   ├── OptionError            E_OPTION      an option's name, type or value
+│   ├── UnknownNameError       E_UNKNOWN     no such load format, reader, source, method ...
+│   ├── NotInstalledError      E_NOT_INSTALLED   a known name whose distribution is missing
+│   └── ConflictError          E_CONFLICT    two distributions claim one name
+├── CheckpointError            exit 1   the files are at fault
+│   ├── FormatError            E_HEADER E_UTF8 E_JSON E_LAYOUT E_DUPLICATE E_FIELD E_SHAPE E_DTYPE
+│   │                          E_METADATA E_NAME E_FORMAT ...  (the code says which rule was broken)
+│   ├── IndexFileError         E_INDEX       model.safetensors.index.json does not describe the files
+│   ├── ConfigFileError        E_CONFIG      config.json
+│   ├── PathError              E_PATH        a link, a device, a path out of the folder
+│   └── NoWeightsError         E_NO_WEIGHTS  nothing there that any load format reads
+├── ModelError                 exit 1   the model and the checkpoint do not fit
+│   ├── ArchitectureError      E_ARCHITECTURE    unknown, once supported, not given
+│   ├── ArchitectureImportError E_ARCHITECTURE_IMPORT   registered, but importing it failed
+│   ├── PlanError              E_PLAN        carries .problems, all of them
+│   ├── WeightLoadError        E_MODEL       a weight loader failed on one tensor
+│   ├── TraceError             E_TRACE       the recorder met what it must not guess
+│   └── CoverageError          E_COVERAGE    an element written never, or twice
+├── PluginError                exit 1   E_PLUGIN  a plugin failed; names distribution and version
+├── ResourceError              exit 1   E_MEMORY
+├── DistributedError           exit 1   E_RANK    another rank failed, or the ranks disagree
+└── ReadFailure                exit 3   the machine or the network is at fault
+    ├── ReadError              E_IO          carries .errno
+    ├── TruncatedError         E_TRUNCATED   the file ended before the tensor did
+    └── ChangedError           E_CHANGED     the file changed while it was in use
 """
 
 from __future__ import annotations
@@ -126,59 +126,87 @@ def _rebuild(
 
 
 class UsageError(LoadkitError):
+    """The caller asked for something that cannot be."""
+
     code = "E_USAGE"
     exit_code = 2
 
 
 class OptionError(UsageError):
+    """An option's name, type or value is wrong."""
+
     code = "E_OPTION"
 
 
 class UnknownNameError(UsageError):
+    """No such load format, reader, source, method or model."""
+
     code = "E_UNKNOWN"
 
 
 class NotInstalledError(UsageError):
+    """A known name whose distribution is not installed; the hint says how to install it."""
+
     code = "E_NOT_INSTALLED"
 
 
 class ConflictError(UsageError):
+    """Two distributions claim one name; both are named."""
+
     code = "E_CONFLICT"
 
 
 class CheckpointError(LoadkitError):
+    """The files are at fault."""
+
     code = "E_CHECKPOINT"
 
 
 class FormatError(CheckpointError):
+    """A file breaks a rule of its format; the code says which."""
+
     code = "E_FORMAT"
 
 
 class IndexFileError(CheckpointError):
+    """The weight index does not describe the files beside it."""
+
     code = "E_INDEX"
 
 
 class ConfigFileError(CheckpointError):
+    """config.json cannot be used."""
+
     code = "E_CONFIG"
 
 
 class PathError(CheckpointError):
+    """A link, a device, or a path out of the folder."""
+
     code = "E_PATH"
 
 
 class NoWeightsError(CheckpointError):
+    """There is nothing that any load format reads."""
+
     code = "E_NO_WEIGHTS"
 
 
 class ModelError(LoadkitError):
+    """The model and the checkpoint do not fit."""
+
     code = "E_MODEL"
 
 
 class ArchitectureError(ModelError):
+    """The architecture is unknown, no longer supported, or not given."""
+
     code = "E_ARCHITECTURE"
 
 
 class ArchitectureImportError(ModelError):
+    """The architecture is registered, but importing its module failed (see the cause)."""
+
     code = "E_ARCHITECTURE_IMPORT"
 
 
@@ -193,30 +221,44 @@ class PlanError(ModelError):
 
 
 class WeightLoadError(ModelError):
+    """A weight loader failed on one tensor."""
+
     code = "E_MODEL"
 
 
 class TraceError(ModelError):
+    """The recorder met what it must not guess."""
+
     code = "E_TRACE"
 
 
 class CoverageError(ModelError):
+    """An element was never written, or written twice."""
+
     code = "E_COVERAGE"
 
 
 class PluginError(LoadkitError):
+    """A plugin failed; its distribution and version are named."""
+
     code = "E_PLUGIN"
 
 
 class ResourceError(LoadkitError):
+    """There is not enough memory."""
+
     code = "E_MEMORY"
 
 
 class DistributedError(LoadkitError):
+    """Another rank failed, or the ranks disagree."""
+
     code = "E_RANK"
 
 
-class ReadFailure(LoadkitError):
+class ReadFailure(LoadkitError):  # noqa: N818 - the branch; its leaves are errors
+    """The machine or the network is at fault."""
+
     code = "E_IO"
     exit_code = 3
 
@@ -230,8 +272,12 @@ class ReadError(ReadFailure):
 
 
 class TruncatedError(ReadFailure):
+    """The file ended before the tensor did."""
+
     code = "E_TRUNCATED"
 
 
 class ChangedError(ReadFailure):
+    """The file changed while it was in use."""
+
     code = "E_CHANGED"
