@@ -9,7 +9,7 @@ LoadkitError
 ├── CheckpointError            exit 1   the files are at fault
 │   ├── FormatError            E_HEADER E_UTF8 E_JSON E_LAYOUT E_DUPLICATE E_FIELD E_SHAPE E_DTYPE
 │   │                          E_METADATA E_NAME E_FORMAT ...  (the code says which rule was broken)
-│   ├── IndexFileError         E_INDEX       model.safetensors.index.json does not describe the files
+│   ├── IndexFileError         E_INDEX       the weight index does not describe the files
 │   ├── ConfigFileError        E_CONFIG      config.json
 │   ├── PathError              E_PATH        a link, a device, a path out of the folder
 │   └── NoWeightsError         E_NO_WEIGHTS  nothing there that any load format reads
