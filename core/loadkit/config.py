@@ -3,86 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from loadkit.errors import OptionError
+from loadkit.hf_config import HFConfig
+from loadkit.load_config import LoadConfig
+from loadkit.model_config import MODEL_OPTIONS, ModelConfig
+from loadkit.options import OptionSpec, json_value, unknown_option, validate_extra_config
+from loadkit.parallel_config import ParallelConfig
 
 if TYPE_CHECKING:
-    import torch
-
     from loadkit.quantization import QuantizationConfig
 
-__all__ = ["HFConfig", "LoadConfig", "LoadkitConfig", "ModelConfig", "ParallelConfig"]
-
-
-@dataclass(frozen=True, slots=True)
-class ParallelConfig:
-    """Which part of the model this rank holds. world = dp x pp x tp; ep divides dp x tp."""
-
-    tp_size: int = 1
-    tp_rank: int = 0
-    pp_size: int = 1
-    pp_rank: int = 0
-    ep_size: int = 1
-    ep_rank: int = 0
-    dp_size: int = 1
-    dp_rank: int = 0
-
-    def __post_init__(self) -> None:
-        for axis in ("tp", "pp", "ep", "dp"):
-            size, rank = getattr(self, f"{axis}_size"), getattr(self, f"{axis}_rank")
-            if size < 1 or not 0 <= rank < size:
-                raise OptionError(f"{axis}_rank {rank} is not in 0..{axis}_size - 1 ({size=})")
-        if (self.dp_size * self.tp_size) % self.ep_size:
-            raise OptionError(
-                f"ep_size {self.ep_size} does not divide dp_size x tp_size "
-                f"({self.dp_size} x {self.tp_size})"
-            )
-
-
-class HFConfig(SimpleNamespace):
-    """config.json as attributes, nested objects too (``hf_config.text_config.hidden_size``)."""
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return getattr(self, key, default)
-
-
-@dataclass(frozen=True)
-class LoadConfig:
-    load_format: str = "auto"
-    download_dir: str | None = None
-    safetensors_load_strategy: str | None = None
-    safetensors_prefetch_num_threads: int = 8
-    safetensors_prefetch_block_size: int = 16 << 20
-    model_loader_extra_config: Mapping[str, Any] = field(default_factory=dict)
-    ignore_patterns: tuple[str, ...] = ()
-    use_tqdm_on_load: bool = True
-    device: str | None = None
-    reader: str = "auto"
-    alias: str = "auto"
-    num_threads: int = 0
-    allowed_roots: tuple[str, ...] = ()
-    missing_ok: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """What the checkpoint says it is."""
-
-    source: str
-    hf_config: HFConfig
-    dtype_name: str = "float32"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The model's dtype, resolved."""
-        import torch
-
-        found = getattr(torch, self.dtype_name)
-        assert isinstance(found, torch.dtype)
-        return found
+__all__ = [
+    "HFConfig",
+    "LoadConfig",
+    "LoadkitConfig",
+    "ModelConfig",
+    "OptionSpec",
+    "ParallelConfig",
+    "parse_settings",
+    "validate_extra_config",
+]
 
 
 @dataclass(frozen=True)
@@ -93,3 +36,44 @@ class LoadkitConfig:
     load_config: LoadConfig = field(default_factory=LoadConfig)
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     quant_config: QuantizationConfig | None = None
+
+    def with_hf_config(self, hf_config: HFConfig) -> LoadkitConfig:
+        """The bundle for an inner model, built from its own nested config."""
+        return replace(self, model_config=replace(self.model_config, hf_config=hf_config))
+
+
+def parse_settings(settings: Mapping[str, str]) -> tuple[LoadConfig, dict[str, Any]]:
+    """What ``--set key=value`` texts say: the ``LoadConfig``, and options of ``ModelConfig``.
+
+    A key is a field of either, or ``hf_overrides.a.b`` (its text is JSON, or else a plain string).
+
+    Raises:
+        OptionError: no such field, or text that is no value of its type.
+    """
+    load: dict[str, str] = {}
+    model: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
+    load_fields = LoadConfig.options()
+    for name, text in settings.items():
+        if name in load_fields:
+            load[name] = text
+        elif name == "hf_overrides":
+            overrides.update(MODEL_OPTIONS[name].parse(text, owner="ModelConfig"))
+        elif name.startswith("hf_overrides."):
+            overrides[name.partition(".")[2]] = _json_or_text(text)
+        elif name in MODEL_OPTIONS:
+            model[name] = MODEL_OPTIONS[name].parse(text, owner="ModelConfig")
+        else:
+            raise unknown_option(name, {*load_fields, *MODEL_OPTIONS}, "a load")
+    if overrides:
+        model["hf_overrides"] = overrides
+    return LoadConfig.from_set(load), model
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json_value(text, "hf_overrides")
+    except OptionError:
+        if text[:1] in ("{", "[", '"'):
+            raise
+        return text

@@ -1,0 +1,107 @@
+"""Which part of a model a rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from loadkit.errors import OptionError
+
+__all__ = ["MAX_WORLD_SIZE", "ParallelConfig"]
+
+MAX_WORLD_SIZE = 1 << 20  # ranks
+
+_AXES = ("tp", "pp", "ep", "dp")
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """Which part of the model this rank holds. world = dp x pp x tp; ep divides dp x tp.
+
+    Ranks are counted with tp innermost, then pp, then dp; ep re-uses the ranks of dp x tp.
+    """
+
+    tp_size: int = 1
+    tp_rank: int = 0
+    pp_size: int = 1
+    pp_rank: int = 0
+    ep_size: int = 1
+    ep_rank: int = 0
+    dp_size: int = 1
+    dp_rank: int = 0
+
+    def __post_init__(self) -> None:
+        for axis in _AXES:
+            size: Any = getattr(self, f"{axis}_size")
+            rank: Any = getattr(self, f"{axis}_rank")
+            for name, value in ((f"{axis}_size", size), (f"{axis}_rank", rank)):
+                if not isinstance(value, int) or isinstance(value, bool):
+                    raise OptionError(f"ParallelConfig.{name} = {value!r} is no integer")
+            if size < 1:
+                raise OptionError(f"ParallelConfig.{axis}_size = {size} is less than 1")
+            if not 0 <= rank < size:
+                raise OptionError(
+                    f"ParallelConfig.{axis}_rank = {rank} is not in 0..{size - 1} "
+                    f"({axis}_size is {size})"
+                )
+        if (self.dp_size * self.tp_size) % self.ep_size:
+            raise OptionError(
+                f"ParallelConfig.ep_size = {self.ep_size} does not divide dp_size x tp_size = "
+                f"{self.dp_size} x {self.tp_size}"
+            )
+        if self.world_size > MAX_WORLD_SIZE:
+            raise OptionError(f"a world of {self.world_size} ranks; at most {MAX_WORLD_SIZE}")
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self.dp_size * self.pp_size * self.tp_size
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the world."""
+        return (self.dp_rank * self.pp_size + self.pp_rank) * self.tp_size + self.tp_rank
+
+    @classmethod
+    def for_rank(
+        cls, rank: int, *, tp_size: int = 1, pp_size: int = 1, ep_size: int = 1, dp_size: int = 1
+    ) -> ParallelConfig:
+        """The part that rank ``rank`` of the world holds, the expert-parallel rank included.
+
+        Raises:
+            OptionError: there is no such rank, or the sizes do not fit.
+        """
+        whole = cls(tp_size=tp_size, pp_size=pp_size, ep_size=ep_size, dp_size=dp_size)
+        if not 0 <= rank < whole.world_size:
+            raise OptionError(f"rank {rank} is not in 0..{whole.world_size - 1}")
+        outer, tp_rank = divmod(rank, tp_size)
+        dp_rank, pp_rank = divmod(outer, pp_size)
+        return cls(
+            tp_size=tp_size,
+            tp_rank=tp_rank,
+            pp_size=pp_size,
+            pp_rank=pp_rank,
+            ep_size=ep_size,
+            ep_rank=(dp_rank * tp_size + tp_rank) % ep_size,
+            dp_size=dp_size,
+            dp_rank=dp_rank,
+        )
+
+    @staticmethod
+    def legal_tp(sizes: Iterable[int], *, kv_heads: int | None = None) -> list[int]:
+        """Every tp size that divides all of ``sizes``, in order.
+
+        Args:
+            sizes: what is split evenly: query heads, the MLP's width, ... (each at least 1).
+            kv_heads: kv heads; more ranks than kv heads is legal where the ranks share them
+                evenly.
+        """
+        wanted = [size for size in sizes if size > 0]
+        least = min(wanted, default=1)
+        return [
+            tp
+            for tp in range(1, least + 1)
+            if not any(size % tp for size in wanted)
+            and (not kv_heads or kv_heads % tp == 0 or tp % kv_heads == 0)
+        ]
