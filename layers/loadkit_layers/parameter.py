@@ -146,7 +146,7 @@ class ColumnParameter(BaseParameter):
         expected = list(self.shape)
         expected[self.output_dim] = sum(sizes)
         what = f"shards {[shard.id for shard in shards]} fused"
-        if loaded_weight.dim() != self.dim() or loaded_weight.shape[self.output_dim] != sum(sizes):
+        if list(loaded_weight.shape) != expected:
             raise misfit(self, loaded_weight, expected, what=what)
         start = 0
         for shard, size in zip(shards, sizes, strict=True):
