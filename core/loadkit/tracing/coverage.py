@@ -1,0 +1,164 @@
+"""What a parameter holds in the end, and which of its elements were written never, or twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from loadkit.tracing.program import Const, Expr, Filled, Missing, resolve_region, walk
+from loadkit.tracing.storage import Fill, FileLeaf, GeneratedLeaf, Operation, Storage, Value, Write
+from loadkit.tracing.view import DISJOINT, View, relate
+
+__all__ = ["Overlap", "final_pieces", "is_kept", "overlaps"]
+
+Piece = tuple[View, Expr]
+
+
+def final_pieces(storage: Storage, view: View, dtype: torch.dtype) -> list[Piece]:
+    """What ``view`` holds after all writes: (region of the storage, expression), no overlaps.
+
+    Regions that nothing wrote come as ``Missing``, or as ``Const`` over the storage's own memory
+    where it has real memory (see ``is_kept``).
+    """
+    if view.numel == 0:
+        return []
+    rows = _sorted_runs(storage, view)
+    if rows is None:
+        return list(resolve_region(storage, len(storage.writes), view, view, dtype))
+    pieces: list[Piece] = []
+    at = view.offset
+    for start, end, write in rows:
+        if start > at:
+            pieces += resolve_region(storage, 0, _run(at, start, view), _run(at, start, view), dtype)
+        lone = Storage(storage.base, storage.numel, storage.itemsize, [write])
+        pieces += resolve_region(lone, 1, write.view, write.view, dtype)
+        at = end
+    end = view.offset + view.numel
+    if at < end:
+        pieces += resolve_region(storage, 0, _run(at, end, view), _run(at, end, view), dtype)
+    return pieces
+
+
+def _run(start: int, end: int, like: View) -> View:
+    return View((end - start,), (1,), start, like.itemsize)
+
+
+def _sorted_runs(storage: Storage, view: View) -> list[tuple[int, int, Write]] | None:
+    """The writes as (start, end, write) by place, if all are runs inside the view, apart."""
+    if not view.is_contiguous() or len(storage.writes) < 2:
+        return None
+    end = view.offset + view.numel
+    rows: list[tuple[int, int, Write]] = []
+    for write in storage.writes:
+        w = write.view
+        if w.numel == 0:
+            continue
+        if write.mask is not None or w.itemsize != view.itemsize or not w.is_contiguous():
+            return None
+        if isinstance(write.value, Value) and write.value.storage is storage:
+            return None
+        rows.append((w.offset, w.offset + w.numel, write))
+    rows.sort(key=lambda row: row[0])
+    if any(a[1] > b[0] for a, b in pairwise(rows)):
+        return None
+    if rows and (rows[0][0] < view.offset or rows[-1][1] > end):
+        return None
+    if any(_reads(row[2], storage) for row in rows):
+        return None
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Checkpoint data written over other checkpoint data."""
+
+    first: Write
+    second: Write
+
+
+def overlaps(storage: Storage) -> Iterator[Overlap]:
+    """Pairs of writes of different checkpoint tensors that share elements.
+
+    A write that reads the storage (a loader that transforms what it wrote, ``+=``) is no overlap,
+    nor is data over a fill or a tensor over itself.
+    """
+    data = [w for w in storage.writes if _is_data(w)]
+    if len(data) < 2:
+        return
+    spans = sorted(((*w.view.span(), i) for i, w in enumerate(data)))
+    if all(a[1] <= b[0] for a, b in pairwise(spans)):
+        return
+    for j, second in enumerate(data):
+        if _reads(second, storage):
+            continue
+        for first in data[:j]:
+            if first.tensor != second.tensor and _touch(first, second):
+                yield Overlap(first, second)
+
+
+def _is_data(write: Write) -> bool:
+    from loadkit.tracing.lazy_tensor import leaf_names
+
+    return (
+        not isinstance(write.value, Fill)
+        and write.view.numel > 0
+        and (bool(leaf_names(write.value)))
+    )
+
+
+def _touch(a: Write, b: Write) -> bool:
+    relation = relate(a.view, b.view)
+    if relation is DISJOINT:
+        return False
+    if a.mask is not None and b.mask is not None and a.view == b.view:
+        return bool((a.mask & b.mask).any())
+    if isinstance(relation, tuple) and hasattr(relation, "parts"):
+        return any(
+            relate(a.view, part) is not DISJOINT for part in relation.parts()
+        )
+    return True
+
+
+def _reads(write: Write, storage: Storage) -> bool:
+    """Whether what it wrote was made from the same storage."""
+    if isinstance(write.value, Fill):
+        return False
+    seen: set[int] = set()
+    stack: list[Storage] = [write.value.storage]
+    while stack:
+        item = stack.pop()
+        if item is storage:
+            return True
+        if id(item) in seen or isinstance(item.base, (FileLeaf, GeneratedLeaf)) and not item.writes:
+            continue
+        seen.add(id(item))
+        if isinstance(item.base, Operation):
+            stack.extend(value.storage for value in item.base.inputs())
+        stack.extend(w.value.storage for w in item.writes if isinstance(w.value, Value))
+    return False
+
+
+def is_kept(storage: Storage, expr: Expr) -> bool:
+    """Whether a piece is just the storage's own real memory, as it was."""
+    return (
+        storage.real is not None
+        and isinstance(expr, Const)
+        and expr.tensor.untyped_storage()._cdata == storage.real.untyped_storage()._cdata
+    )
+
+
+def reads_own_memory(storage: Storage, expr: Expr) -> bool:
+    """Whether an expression depends on what the storage's real memory holds."""
+    return any(is_kept(storage, item) for item in walk(expr))
+
+
+def unwritten(pieces: list[Piece]) -> int:
+    """How many elements of the pieces nothing wrote."""
+    return sum(
+        view.numel
+        for view, expr in pieces
+        if any(isinstance(item, Missing) for item in ([expr] if isinstance(expr, Filled) else walk(expr)))
+    )

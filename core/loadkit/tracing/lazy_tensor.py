@@ -1,0 +1,160 @@
+"""``LazyTensor``: a ``torch.Tensor`` that knows shape, dtype and where its bytes are, not what.
+
+Anybody's loader code may narrow, transpose, cast and add it. Views are arithmetic on strides;
+everything else becomes a deferred operation (``recorder``). Asked for a number (``.item()``,
+``if (w == 0).all()``), it reads exactly what that takes. What would lie or kill (``data_ptr``,
+``numpy``, ``share_memory_``, pickling) refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from loadkit.errors import TraceError
+from loadkit.tensor_info import TensorInfo
+from loadkit.tracing.storage import FileLeaf, GeneratedLeaf, Storage, Value
+from loadkit.tracing.view import View, contiguous
+
+__all__ = ["LazyTensor", "generated", "lazy_from_info", "leaf_names"]
+
+Dispatcher = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+_dispatch: Dispatcher | None = None
+
+
+def set_dispatcher(dispatch: Dispatcher) -> None:
+    """Install what executes an aten call on lazy tensors (``operations`` does, once)."""
+    global _dispatch
+    _dispatch = dispatch
+
+
+class LazyTensor(torch.Tensor):
+    """A view of a recorded storage. It reports ``device`` cpu, as a tensor read from a file is."""
+
+    lazy_storage: Storage
+
+    @staticmethod
+    def __new__(cls, storage: Storage, view: View, dtype: torch.dtype) -> LazyTensor:
+        made: LazyTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            view.size,
+            strides=view.stride,
+            storage_offset=view.offset,
+            dtype=dtype,
+            device="cpu",
+            requires_grad=False,
+        )
+        made.lazy_storage = storage
+        return made
+
+    def __init__(self, storage: Storage, view: View, dtype: torch.dtype) -> None:
+        super().__init__()
+
+    @property
+    def lazy_view(self) -> View:
+        """Which elements of its storage it shows."""
+        return View(
+            tuple(self.size()), self.stride(), int(self.storage_offset()), self.dtype.itemsize
+        )
+
+    def lazy_value(self) -> Value:
+        """What it holds now."""
+        storage = self.lazy_storage
+        return Value(storage, len(storage.writes), self.lazy_view, self.dtype)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        names = ", ".join(sorted(leaf_names(self.lazy_value()))) or "no file"
+        return f"LazyTensor(size={list(self.size())}, dtype={self.dtype}, from {names})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _REFUSED:
+            _refuse(func, args)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if _dispatch is None:
+            raise TraceError("lazy tensors are not set up: import loadkit.tracing.operations")
+        return _dispatch(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse("pickling", (self,))
+
+
+def _refuse(func: Any, args: tuple[Any, ...]) -> NoReturn:
+    name = getattr(func, "__name__", str(func))
+    first = next((a for a in args if isinstance(a, LazyTensor)), None)
+    tensors = sorted(leaf_names(first.lazy_value())) if first is not None else []
+    raise TraceError(
+        f"{name} was asked of a tensor that is not in memory yet ({', '.join(tensors) or 'scratch'})",
+        tensor=tensors[0] if tensors else None,
+        detail={"tensors": tensors},
+        hint="the tensors concerned are loaded again with real data",
+    )
+
+
+_REFUSED = {
+    torch.Tensor.numpy,
+    torch.Tensor.tolist,
+    torch.Tensor.data_ptr,
+    torch.Tensor.share_memory_,
+    torch.Tensor.untyped_storage,
+    torch.Tensor.storage,
+    torch.Tensor.__array__,
+    torch.Tensor.__dlpack__,
+    torch.Tensor.pin_memory,
+    torch.Tensor.cuda,
+}
+
+
+def lazy_from_info(info: TensorInfo) -> LazyTensor:
+    """The tensor of a file header entry. No byte is read. Shape and dtype as the header says.
+
+    Raises:
+        FormatError: E_DTYPE, this torch lacks the dtype.
+    """
+    storage = Storage.of_info(info)
+    leaf = storage.base
+    assert isinstance(leaf, FileLeaf)
+    return LazyTensor(storage, contiguous(leaf.size, leaf.dtype.itemsize), leaf.dtype)
+
+
+def generated(leaf: GeneratedLeaf) -> LazyTensor:
+    """A tensor made by a formula instead of read from a file."""
+    storage = Storage.of_leaf(leaf)
+    return LazyTensor(storage, contiguous(leaf.size, leaf.dtype.itemsize), leaf.dtype)
+
+
+def leaf_names(value: Value) -> set[str]:
+    """Names of the checkpoint tensors that a value is made of (a superset of those read)."""
+    from loadkit.tracing.storage import Constant, Operation
+
+    names: set[str] = set()
+    seen: set[int] = set()
+    stack = [value.storage]
+    while stack:
+        storage = stack.pop()
+        if id(storage) in seen:
+            continue
+        seen.add(id(storage))
+        base = storage.base
+        if isinstance(base, (FileLeaf, GeneratedLeaf)):
+            names.add(base.name)
+        elif isinstance(base, Constant) and base.source:
+            names.add(base.source)
+        elif isinstance(base, Operation):
+            stack.extend(item.storage for item in base.inputs())
+        stack.extend(w.value.storage for w in storage.writes if isinstance(w.value, Value))
+    return names

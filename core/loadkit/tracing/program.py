@@ -1,0 +1,425 @@
+"""From recorded values to expressions: what to read, and what to do with it.
+
+``resolve`` follows a value back through the writes of its storage to the regions of leaves that it
+is made of. A region asked of a pointwise operation is asked of its inputs instead; anything else
+needs its inputs whole. Where writes overlap in a way that boxes cannot say, the storage is
+replayed, write by write, in memory: slower, never wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from loadkit.tracing.storage import (
+    Constant,
+    FileLeaf,
+    Fill,
+    GeneratedLeaf,
+    Operation,
+    Storage,
+    Unwritten,
+    Value,
+    Write,
+)
+from loadkit.tracing.view import DISJOINT, Inside, Split, View, contiguous, relate
+
+__all__ = [
+    "Call",
+    "Const",
+    "Expr",
+    "Filled",
+    "Missing",
+    "Part",
+    "Pieces",
+    "Replay",
+    "Src",
+    "exactness",
+    "resolve",
+    "resolve_region",
+    "sources_of",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Src:
+    """A region of a leaf; ``view`` walks its row-major elements, ``dtype`` re-reads the bits."""
+
+    leaf: FileLeaf | GeneratedLeaf
+    view: View
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        return self.view.size
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """One value, everywhere."""
+
+    value: Any
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Const:
+    """A real tensor; ``source`` as in ``Constant``."""
+
+    tensor: torch.Tensor
+    source: str | None
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        return tuple(self.tensor.size())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """``func(*args, **kwargs)[output]``; tensors among the arguments are expressions or real.
+
+    ``pointwise`` says that a part of it is the same call on parts of the arguments; ``origin`` is
+    the operation if all of it is asked for, so that several parts share one result.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: int | None
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    pointwise: bool
+    origin: Operation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """``view`` of the storage that a whole call's result lies in."""
+
+    call: Call
+    view: View
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        return self.view.size
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A tensor put together: each expression lands in its view of the row-major whole."""
+
+    parts: tuple[tuple[View, Expr], ...]
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """``view`` of a storage that is built up in memory, write by write."""
+
+    storage: Storage
+    version: int
+    view: View
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        return self.view.size
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Nothing was ever written here."""
+
+    what: str
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+
+Expr = Src | Filled | Const | Call | Part | Pieces | Replay | Missing
+
+
+def resolve(value: Value) -> Expr:
+    """The value as one expression of its view's size and its dtype."""
+    size = value.view.size
+    if value.view.numel == 0:
+        return Filled(0, size, value.dtype)
+    out = contiguous(size, value.view.itemsize)
+    parts = list(resolve_region(value.storage, value.version, value.view, out, value.dtype))
+    if len(parts) == 1:
+        expr = parts[0][1]
+        return expr if expr.size == size else _reshaped(expr, size)
+    return Pieces(tuple(parts), size, value.dtype)
+
+
+def resolve_region(
+    storage: Storage, version: int, view: View, out: View, dtype: torch.dtype
+) -> Iterator[tuple[View, Expr]]:
+    """The region piece by piece: (where in ``out``, what); pieces do not overlap.
+
+    ``out`` has ``view``'s size. A piece's expression has its out view's size.
+    """
+    work = [(view, out, version)]
+    while work:
+        region, place, upto = work.pop()
+        for at in range(upto - 1, -1, -1):
+            write = storage.writes[at]
+            if write.view.numel == 0:
+                continue
+            relation = relate(write.view, region)
+            if relation is DISJOINT:
+                continue
+            if isinstance(relation, Split) and write.mask is None:
+                work.extend(_cut(relation, place, at + 1))
+            elif isinstance(relation, Inside) and write.mask is None:
+                expr = _written(write, relation, dtype)
+                yield _redimension(place, relation.size), expr
+            else:
+                yield place, Replay(storage, upto, region, dtype)
+            break
+        else:
+            yield from _from_base(storage, region, place, dtype, work)
+
+
+def _cut(split: Split, place: View, upto: int) -> Iterator[tuple[View, View, int]]:
+    """The pieces of a split, last first (the work list is a stack)."""
+    place = _redimension(place, split.view.size)
+    edges = (0, *split.cuts, split.view.size[split.dim])
+    for a, b in reversed(list(zip(edges, edges[1:], strict=False))):
+        yield (
+            split.view.narrow(split.dim, a, b - a),
+            place.narrow(split.dim, a, b - a),
+            upto,
+        )
+
+
+def _written(write: Write, where: Inside, dtype: torch.dtype) -> Expr:
+    """What a write put into a part of its view, read as ``dtype``."""
+    if isinstance(write.value, Fill):
+        expr: Expr = Filled(write.value.value, where.size, write.dtype)
+    else:
+        value = write.value
+        sub = where.apply(value.view.expand(write.view.size))
+        expr = resolve(Value(value.storage, value.version, sub, value.dtype))
+    return _as_dtype(_cast(expr, write.dtype), dtype)
+
+
+def _from_base(
+    storage: Storage,
+    region: View,
+    place: View,
+    dtype: torch.dtype,
+    work: list[tuple[View, View, int]],
+) -> Iterator[tuple[View, Expr]]:
+    base = storage.base
+    if isinstance(base, (FileLeaf, GeneratedLeaf)):
+        yield place, Src(base, region, dtype)
+    elif isinstance(base, Constant):
+        flat = base.flat if base.flat.dtype == dtype else base.flat.view(dtype)
+        real = flat.as_strided(region.size, region.stride, region.offset)
+        yield place, Const(real, base.source)
+    elif isinstance(base, Fill):
+        yield place, _as_dtype(Filled(base.value, region.size, base.dtype), dtype)
+    elif isinstance(base, Unwritten):
+        yield place, Missing(base.what, region.size, dtype)
+    else:
+        yield from _from_operation(base, region, place, dtype, work)
+
+
+def _from_operation(
+    op: Operation,
+    region: View,
+    place: View,
+    dtype: torch.dtype,
+    work: list[tuple[View, View, int]],
+) -> Iterator[tuple[View, Expr]]:
+    if torch.Tag.pointwise in op.func.tags and op.output is None:
+        relation = relate(op.view, region)
+        if isinstance(relation, Split):
+            work.extend(_cut(relation, place, 0))
+            return
+        if isinstance(relation, Inside):
+            size = relation.size or (1,)
+            call = Call(
+                op.func, _push(op.args, op, relation), _push(op.kwargs, op, relation),
+                None, size, op.dtype, pointwise=True,
+            )
+            expr: Expr = call if relation.size else _reshaped(call, ())
+            yield _redimension(place, relation.size), _as_dtype(expr, dtype)
+            return
+    call = Call(
+        op.func, _whole(op.args), _whole(op.kwargs), op.output, op.view.size, op.dtype,
+        pointwise=False, origin=op,
+    )
+    yield place, Part(call, region, dtype)
+
+
+def _push(tree: Any, op: Operation, where: Inside) -> Any:
+    """Arguments of a pointwise call, cut to the region asked for."""
+    if isinstance(tree, Value):
+        if not tree.view.size:
+            return resolve(tree)  # a 0-d tensor takes part in type promotion as a scalar
+        sub = _at_least_1d(where.apply(tree.view.expand(op.view.size)))
+        return resolve(Value(tree.storage, tree.version, sub, tree.dtype))
+    if isinstance(tree, torch.Tensor):
+        if not tree.dim():
+            return tree
+        wide = tree.expand(op.view.size)
+        full = View(tuple(wide.size()), wide.stride(), int(wide.storage_offset()), wide.itemsize)
+        sub = _at_least_1d(where.apply(full))
+        return wide.as_strided(sub.size, sub.stride, sub.offset)
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(_push(item, op, where) for item in tree)
+    if isinstance(tree, dict):
+        return {key: _push(item, op, where) for key, item in tree.items()}
+    return tree
+
+
+def _at_least_1d(view: View) -> View:
+    return view if view.size else View((1,), (0,), view.offset, view.itemsize)
+
+
+def _whole(tree: Any) -> Any:
+    if isinstance(tree, Value):
+        return resolve(tree)
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(_whole(item) for item in tree)
+    if isinstance(tree, dict):
+        return {key: _whole(item) for key, item in tree.items()}
+    return tree
+
+
+def _cast(expr: Expr, dtype: torch.dtype) -> Expr:
+    """The expression's numbers in another dtype, as ``copy_`` converts them."""
+    if expr.dtype == dtype:
+        return expr
+    if isinstance(expr, (Filled, Missing)):
+        return type(expr)(_filled_as(expr, dtype), expr.size, dtype)
+    cast = torch.ops.aten._to_copy.default
+    return Call(cast, (expr,), {"dtype": dtype}, None, expr.size, dtype, pointwise=True)
+
+
+def _filled_as(expr: Filled | Missing, dtype: torch.dtype) -> Any:
+    if isinstance(expr, Missing):
+        return expr.what
+    return torch.full((), expr.value, dtype=expr.dtype).to(dtype).item()
+
+
+def _as_dtype(expr: Expr, dtype: torch.dtype) -> Expr:
+    """The expression's bits read as another dtype of the same size."""
+    if expr.dtype == dtype:
+        return expr
+    if isinstance(expr, Src):
+        return Src(expr.leaf, expr.view, dtype)
+    bits = torch.ops.aten.view.dtype
+    return Call(bits, (expr, dtype), {}, None, expr.size, dtype, pointwise=True)
+
+
+def _reshaped(expr: Expr, size: tuple[int, ...]) -> Expr:
+    """The same elements in the same order under another size (one that merges dimensions)."""
+    if isinstance(expr, Filled):
+        return Filled(expr.value, size, expr.dtype)
+    reshape = torch.ops.aten.reshape.default
+    return Call(reshape, (expr, list(size)), {}, None, size, expr.dtype, pointwise=False)
+
+
+def _redimension(view: View, size: tuple[int, ...]) -> View:
+    """``view`` with dimensions split so that its size is ``size``."""
+    if view.size == size:
+        return view
+    stride: list[int] = []
+    at = 0
+    for n, s in zip(view.size, view.stride, strict=True):
+        group = [size[at]]
+        at += 1
+        while _product(group) != n:
+            group.append(size[at])
+            at += 1
+        inner = _product(group)
+        for part in group:
+            inner //= part
+            stride.append(s * inner)
+    return View(size, tuple(stride), view.offset, view.itemsize)
+
+
+def _product(numbers: list[int]) -> int:
+    out = 1
+    for n in numbers:
+        out *= n
+    return out
+
+
+def children(expr: Expr) -> Iterator[Expr]:
+    """The expressions directly below one."""
+    if isinstance(expr, Call):
+        yield from _exprs_in((expr.args, expr.kwargs))
+    elif isinstance(expr, Part):
+        yield expr.call
+    elif isinstance(expr, Pieces):
+        yield from (part for _, part in expr.parts)
+    elif isinstance(expr, Replay):
+        for write in expr.storage.writes[: expr.version]:
+            if isinstance(write.value, Value):
+                yield resolve(write.value)
+        yield from _replay_base(expr.storage)
+
+
+def _replay_base(storage: Storage) -> Iterator[Expr]:
+    base = storage.base
+    if isinstance(base, (FileLeaf, GeneratedLeaf)):
+        yield Src(base, contiguous(base.size, base.dtype.itemsize), base.dtype)
+    elif isinstance(base, Operation):
+        yield resolve(Value(Storage(base, storage.numel, storage.itemsize), 0, base.view, base.dtype))
+
+
+def _exprs_in(tree: Any) -> Iterator[Expr]:
+    if isinstance(tree, (Src, Filled, Const, Call, Part, Pieces, Replay, Missing)):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from _exprs_in(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from _exprs_in(item)
+
+
+def walk(expr: Expr) -> Iterator[Expr]:
+    """The expression and everything below it."""
+    stack = [expr]
+    while stack:
+        item = stack.pop()
+        yield item
+        stack.extend(children(item))
+
+
+def sources_of(expr: Expr) -> Iterator[Src | Const]:
+    """Every region of a leaf, and every real tensor, that it reads."""
+    for item in walk(expr):
+        if isinstance(item, (Src, Const)):
+            yield item
+
+
+def exactness(expr: Expr) -> str:
+    """"exact": only the region is read; "whole": more had to be; "opaque": data came real."""
+    word = "exact"
+    for item in walk(expr):
+        if isinstance(item, Const) and item.source is not None:
+            return "opaque"
+        if isinstance(item, Replay) or (isinstance(item, Part) and not _is_all(item)):
+            word = "whole"
+    return word
+
+
+def _is_all(part: Part) -> bool:
+    return part.view.numel * part.dtype.itemsize == (
+        _product(list(part.call.size)) * part.call.dtype.itemsize
+    )

@@ -1,0 +1,400 @@
+"""Sees every operation of the loading threads, from construction to the end of ``load_weights``.
+
+On bare meta tensors ``fill_`` and copies between parameters vanish in silence, so the recorder's
+modes must be active in every thread that loads: threads started while it records get them too, and
+a write of a lazy tensor from any other thread is an error. One recording at a time per process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from loadkit.errors import TraceError
+from loadkit.tracing import operations
+from loadkit.tracing.evaluate import Fetch, evaluate
+from loadkit.tracing.lazy_tensor import LazyTensor, leaf_names
+from loadkit.tracing.misfit import set_sink
+from loadkit.tracing.program import Src, resolve, sources_of
+from loadkit.tracing.storage import (
+    Constant,
+    Fill,
+    Operation,
+    Storage,
+    Unwritten,
+    Value,
+)
+from loadkit.tracing.view import View
+
+__all__ = ["DataRead", "Misfit", "Recorder", "active_recorder", "fetch_from_files"]
+
+Phase = Literal["init", "load"]
+
+_one_at_a_time = threading.RLock()
+_active: Recorder | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """A tensor that loader code could not place. ``kind``: UNEXPECTED, SHAPE or SKIPPED."""
+
+    kind: str
+    name: str
+    target: str | None
+    message: str
+    hint: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class DataRead:
+    """Numbers that loader code asked for while it was traced: from which tensor, how many bytes."""
+
+    tensor: str
+    nbytes: int
+
+
+def active_recorder() -> Recorder | None:
+    """The recording this thread belongs to, or None."""
+    recorder = _active
+    return recorder if recorder is not None and recorder.covers_this_thread() else None
+
+
+class Recorder:
+    """One recording: ``with Recorder(fetch) as r: build; r.phase = "load"; load_weights``.
+
+    Attributes:
+        phase: "init" while a model is constructed (its writes cover nothing), then "load".
+        current: the checkpoint tensor being loaded.
+        misfits: what loader code reported.
+        data_reads: what loader code read while traced.
+    """
+
+    def __init__(self, fetch: Fetch | None = None) -> None:
+        self.fetch = fetch or fetch_from_files
+        self.phase: Phase = "init"
+        self.current: str | None = None
+        self.misfits: list[Misfit] = []
+        self.data_reads: list[DataRead] = []
+        self.yielded: list[str] = []
+        self.lock = threading.RLock()
+        self._storages: dict[int, Storage] = {}
+        self._threads: set[int] = set()
+        self._stack = ExitStack()
+
+    # ------------------------------------------------------------ scope
+
+    def __enter__(self) -> Recorder:
+        global _active
+        _one_at_a_time.acquire()
+        self._stack.callback(_one_at_a_time.release)
+        if _active is not None:
+            self._stack.close()
+            raise TraceError("a recording is already under way in this thread")
+        _active = self
+        self._stack.callback(_deactivate)
+        old_sink = set_sink(self._take_misfit)
+        self._stack.callback(set_sink, old_sink)
+        self._stack.enter_context(self.in_this_thread())
+        self._stack.enter_context(self._new_threads_join())
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._stack.close()
+
+    def covers_this_thread(self) -> bool:
+        """Whether this thread's operations are being recorded."""
+        return threading.get_ident() in self._threads
+
+    @contextmanager
+    def in_this_thread(self) -> Iterator[None]:
+        """Record this thread's operations too."""
+        me = threading.get_ident()
+        if me in self._threads:
+            yield
+            return
+        self._threads.add(me)
+        try:
+            with _FunctionMode(self), _DispatchMode(self):
+                yield
+        finally:
+            self._threads.discard(me)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Real work in between (reading a header): nothing is recorded."""
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            yield
+
+    @contextmanager
+    def _new_threads_join(self) -> Iterator[None]:
+        original = threading.Thread.start
+        recorder = self
+
+        def start(thread: threading.Thread) -> None:
+            if recorder.covers_this_thread():
+                run = thread.run
+
+                def recorded_run() -> None:
+                    with recorder.in_this_thread():
+                        run()
+
+                thread.run = recorded_run  # type: ignore[method-assign]
+            original(thread)
+
+        threading.Thread.start = start  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            threading.Thread.start = original  # type: ignore[method-assign]
+
+    # ------------------------------------------------------------ what is recorded
+
+    def begin_load(self) -> None:
+        """Construction is over: what it wrote is kept aside, and covers nothing."""
+        self.phase = "load"
+        for storage in self._storages.values():
+            storage.initial, storage.writes = storage.writes, []
+
+    def written(self) -> list[Storage]:
+        """Every plain storage that loading wrote to, in order of first use."""
+        return [s for s in self._storages.values() if s.writes and s.keep is not None]
+
+    def track(self, tensor: torch.Tensor) -> Storage:
+        """The recorded storage behind a plain tensor; held, so that its id stays its own."""
+        key = tensor.untyped_storage()._cdata
+        storage = self._storages.get(key)
+        if storage is None:
+            storage = self._storages[key] = storage_of_plain(tensor)
+        return storage
+
+    def tracked(self, tensor: torch.Tensor) -> Storage | None:
+        """The recorded storage behind a plain tensor, if there is one."""
+        return self._storages.get(tensor.untyped_storage()._cdata)
+
+    def is_changed(self, tensor: torch.Tensor) -> bool:
+        """Whether recorded writes changed what this plain tensor holds."""
+        storage = self._storages.get(tensor.untyped_storage()._cdata)
+        return storage is not None and (bool(storage.writes) or storage.scratch)
+
+    def observe(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Pass weights on, noting which one is being loaded; real ones become opaque constants."""
+        for name, tensor in weights:
+            self.current = name
+            self.yielded.append(name)
+            if not isinstance(tensor, LazyTensor):
+                self._note_real(name, tensor)
+            yield name, tensor
+        self.current = None
+
+    def _note_real(self, name: str, tensor: torch.Tensor) -> None:
+        storage = storage_of_plain(tensor)
+        if isinstance(storage.base, Constant):
+            storage.base = Constant(storage.base.flat, name)
+        self._storages[tensor.untyped_storage()._cdata] = storage
+
+    def _take_misfit(
+        self,
+        kind: str,
+        *,
+        name: str,
+        target: str | None = None,
+        message: str,
+        hint: str | None = None,
+    ) -> None:
+        with self.lock:
+            self.misfits.append(Misfit(kind, name, target, message, hint))
+
+    def make_scratch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A buffer made while loading: lazy, so that no later read of it can miss a write."""
+        meta = func(
+            *operations._map_all(args, operations._to_meta), **{**kwargs, "device": "meta"}
+        )
+        fill = operations.FACTORIES[func]
+        number = (
+            0 if fill == "zero" else 1 if fill == "one"
+            else args[fill] if isinstance(fill, int) and len(args) > fill
+            else kwargs.get("fill_value") if fill is not None else None
+        )
+        base: Fill | Unwritten = (
+            Unwritten("a scratch buffer") if number is None else Fill(number, meta.dtype)
+        )
+        device = kwargs.get("device")
+        likely = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        on_meta = (device is not None and torch.device(device).type == "meta") or (
+            device is None
+            and likely is not None
+            and not isinstance(likely, LazyTensor)
+            and likely.device.type == "meta"
+        )
+        view = operations.contiguous_like(meta)
+        numel = view.span()[1] // view.itemsize
+        storage = Storage(base, numel, meta.dtype.itemsize, scratch=not isinstance(base, Unwritten))
+        if on_meta:
+            storage.keep = meta.untyped_storage()
+            self._storages[storage.keep._cdata] = storage
+            return meta
+        return LazyTensor(storage, view, meta.dtype)
+
+
+def _deactivate() -> None:
+    global _active
+    _active = None
+
+
+def storage_of_plain(tensor: torch.Tensor) -> Storage:
+    """A plain tensor's storage as a recorded one: real numbers, or nothing yet on meta."""
+    kept = tensor.untyped_storage()
+    size = tensor.dtype.itemsize
+    numel = kept.nbytes() // size
+    if tensor.device.type == "meta":
+        return Storage(Unwritten("a parameter"), numel, size, keep=kept)
+    with torch.no_grad():
+        flat = tensor.detach().as_strided((numel,), (1,), 0)
+    return Storage(Constant(flat), numel, size, keep=kept, real=flat)
+
+
+def read_now(value: Value, recorder: Recorder | None) -> torch.Tensor:
+    """A value's numbers, read now: exactly the regions that it is made of."""
+    with torch._C.DisableTorchFunction():
+        expr = resolve(value)
+        fetch = recorder.fetch if recorder is not None else fetch_from_files
+        if recorder is not None:
+            for src in sources_of(expr):
+                if isinstance(src, Src):
+                    nbytes = src.view.numel * src.view.itemsize
+                    recorder.data_reads.append(DataRead(src.leaf.name, nbytes))
+        return evaluate(expr, fetch).clone()
+
+
+def fetch_from_files(src: Src) -> torch.Tensor:
+    """A leaf's region by the file's own ``read``: for the few numbers asked for while tracing."""
+    from loadkit.tracing.storage import FileLeaf
+
+    leaf = src.leaf
+    if not isinstance(leaf, FileLeaf):
+        return leaf.make(src.view)
+    low, high = src.view.span()
+    data = bytearray(leaf.info.file.read(leaf.info.offset + low, high - low))
+    if not data:
+        return torch.empty(src.size, dtype=src.dtype)
+    flat = torch.frombuffer(data, dtype=torch.uint8).view(src.dtype)
+    return flat.as_strided(src.view.size, src.view.stride, src.view.offset - low // src.view.itemsize)
+
+
+class _DispatchMode(TorchDispatchMode):
+    """Correctness: every aten call of the thread passes here."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        recorder = self.recorder
+        kind = operations.kind_of(func)
+        with recorder.lock:
+            if kind.writes:
+                target = args[0] if args else None
+                if isinstance(target, torch.Tensor) and self._is_recorded(target, (args, kwargs)):
+                    if recorder.phase == "init" and func not in _INIT_WRITES:
+                        return target  # an initialiser on a parameter: nothing to keep
+                    return operations.call(func, args, kwargs)
+                return func(*args, **kwargs)
+            if kind.factory and recorder.phase == "load":
+                return recorder.make_scratch(func, args, kwargs)
+            if kind.view:
+                if isinstance(args[0], LazyTensor):
+                    return operations.call(func, args, kwargs)
+                return func(*args, **kwargs)
+            if operations.interesting((args, kwargs), recorder):
+                return operations.call(func, args, kwargs)
+            return func(*args, **kwargs)
+
+    def _is_recorded(self, target: torch.Tensor, tree: Any) -> bool:
+        if isinstance(target, LazyTensor) or target.device.type == "meta":
+            return True
+        return self.recorder.tracked(target) is not None or operations.interesting(
+            tree, self.recorder
+        )
+
+
+_INIT_WRITES = {
+    torch.ops.aten.copy_.default,
+    torch.ops.aten.fill_.Scalar,
+    torch.ops.aten.fill_.Tensor,
+    torch.ops.aten.zero_.default,
+}
+
+
+class _FunctionMode(TorchFunctionMode):
+    """What no aten call shows: ``param.data = x``, and reads behind torch's back."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func == _SET_DATA:
+            return self._set_data(args[0], args[1])
+        if func in _READS_MEMORY and not isinstance(args[0], LazyTensor):
+            self._refuse_if_changed(func, args[0])
+        return func(*args, **kwargs)
+
+    def _set_data(self, target: torch.Tensor, value: torch.Tensor) -> None:
+        """Re-home a parameter; on meta the new contents are recorded."""
+        if isinstance(target, LazyTensor):
+            raise TraceError("assigning .data of a tensor that is not in memory cannot be recorded")
+        if not isinstance(value, LazyTensor) and (
+            target.device.type != "meta" or value.device.type == "meta"
+        ):
+            _SET_DATA(target, value)
+            return
+        with self.recorder.lock:
+            home = torch.empty_strided(
+                tuple(value.size()), value.stride(), dtype=value.dtype, device="meta"
+            )
+            self.recorder.track(home)
+            operations._record_copy(home, value, self.recorder)
+            if target.device.type == "meta":
+                _SET_DATA(target, home)
+            else:
+                torch.utils.swap_tensors(target, _twin(target, home))
+
+    def _refuse_if_changed(self, func: Any, tensor: Any) -> None:
+        if isinstance(tensor, torch.Tensor) and self.recorder.is_changed(tensor):
+            storage = self.recorder.track(tensor)
+            names = sorted(leaf_names(Value(storage, len(storage.writes), _all_of(storage), tensor.dtype)))
+            raise TraceError(
+                f"{getattr(func, '__name__', func)} reads memory that is not written yet",
+                tensor=names[0] if names else None,
+                detail={"tensors": names},
+            )
+
+
+def _all_of(storage: Storage) -> View:
+    return View((storage.numel,), (1,), 0, storage.itemsize)
+
+
+def _twin(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same Python type and attributes over other data."""
+    twin = torch.Tensor._make_subclass(type(tensor), data, tensor.requires_grad)
+    twin.__dict__.update(tensor.__dict__)
+    return twin
+
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_READS_MEMORY = {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.data_ptr, torch.Tensor.__array__}
