@@ -1,11 +1,9 @@
-"""A reader's faults are typed errors, and nothing is left behind: no thread, no descriptor."""
+"""A reader's faults are typed errors that say where, and short or interrupted reads are not seen."""
 
 from __future__ import annotations
 
 import errno
-import gc
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,10 +25,10 @@ from helpers.extents import (
 )
 from loadkit.config import LoadConfig
 from loadkit.errors import ChangedError, ReadError, TruncatedError
-from loadkit.readers import pread
+from loadkit.readers import mmap, pread, runs
 from loadkit.readers.base import Extent, Reader
 from loadkit.readers.mmap import MmapReader
-from loadkit.readers.pread import PIECE, PreadReader
+from loadkit.readers.pread import PreadReader
 from loadkit.sources.local_file import LocalFile
 
 
@@ -46,6 +44,12 @@ def file(path: Path) -> Iterator[LocalFile]:
     opened = LocalFile("weights.bin", str(path))
     yield opened
     opened.close()
+
+
+def small_pieces(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """Cut the work into pieces of this size, so that little work needs many threads."""
+    for module in (runs, pread, mmap):
+        monkeypatch.setattr(module, "PIECE", nbytes)
 
 
 @pytest.fixture(params=READERS, ids=lambda kind: kind.name)
@@ -104,7 +108,7 @@ def test_interrupted_calls_are_invisible(
 def test_an_error_of_the_nth_call_is_raised_for_every_n_until_none_is_left(
     file: LocalFile, path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
-    monkeypatch.setattr(pread, "PIECE", 100_000)
+    small_pieces(monkeypatch, 100_000)
     before = open_descriptors()
     honest = os.preadv
     data = path.read_bytes()
@@ -157,7 +161,7 @@ def test_the_first_error_wins_and_the_rest_is_cancelled(
         raise OSError(errno.EIO, "later")
 
     monkeypatch.setattr(os, "preadv", failing)
-    monkeypatch.setattr(pread, "PIECE", 4096)
+    small_pieces(monkeypatch, 4096)
     with pytest.raises(ReadError) as caught:
         PreadReader(LoadConfig(num_threads=4)).read([extent(file, 0, 1 << 20)])
     assert caught.value.errno == errno.ENXIO
@@ -240,88 +244,8 @@ def test_a_file_cut_between_the_check_and_the_copy_is_an_error_and_not_a_signal(
 def test_pages_that_cannot_be_had_are_an_error_and_not_a_signal(
     file: LocalFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from loadkit.readers import mmap as module
-
-    monkeypatch.setattr(module, "_populate", lambda address, nbytes: errno.EFAULT)
+    monkeypatch.setattr(mmap, "_populate", lambda address, nbytes: errno.EFAULT)
     with pytest.raises(ReadError) as caught:
-        MmapReader(LoadConfig()).read([extent(file, 100, 50, tensor="t")])
+        MmapReader(LoadConfig()).read([extent(file, 100, 50, 9, 70, 50, tensor="t")])
     error = caught.value
     assert (error.errno, error.tensor, error.offset) == (errno.EIO, "t", 100)
-
-
-@pytest.mark.parametrize("in_helper", [False, True], ids=["in the caller", "in a helper"])
-def test_an_interrupt_joins_the_threads_within_two_seconds(
-    file: LocalFile, monkeypatch: pytest.MonkeyPatch, in_helper: bool
-) -> None:
-    main = threading.main_thread()
-    sent = threading.Event()
-
-    def slow(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        is_main = threading.current_thread() is main
-        if is_main == (not in_helper) and not sent.is_set():
-            sent.set()
-            os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.2)
-        return sum(map(len, buffers))
-
-    monkeypatch.setattr(os, "preadv", slow)
-    monkeypatch.setattr(pread, "PIECE", 4096)
-    start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        PreadReader(LoadConfig(num_threads=4)).read([extent(file, 0, 2 << 20)])
-    assert time.monotonic() - start < 2
-    assert reader_threads() == []
-
-
-def test_an_interrupt_while_waiting_for_the_last_thread_still_joins_it(
-    file: LocalFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    main = threading.main_thread()
-    finished = threading.Event()
-
-    def slow(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        if threading.current_thread() is not main:
-            time.sleep(0.2)
-            for _ in range(3):
-                os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(0.1)
-            finished.set()
-        return sum(map(len, buffers))
-
-    monkeypatch.setattr(os, "preadv", slow)
-    monkeypatch.setattr(pread, "PIECE", 1 << 20)
-    with pytest.raises(KeyboardInterrupt):
-        PreadReader(LoadConfig(num_threads=2)).read([extent(file, 0, 2 << 20)])
-    assert finished.is_set()
-    assert reader_threads() == []
-
-
-def test_a_machine_without_free_threads_reads_with_the_callers(
-    reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "big.bin").write_bytes(data := content(PIECE + 5))
-    opened = LocalFile("big.bin", str(tmp_path / "big.bin"))
-
-    def refuse(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    check(reader, [extent(opened, 0, PIECE + 5)], data)
-    opened.close()
-
-
-def test_reading_leaves_no_thread_and_no_descriptor(path: Path) -> None:
-    gc.collect()
-    before = open_descriptors()
-    for kind in READERS:
-        opened = LocalFile("weights.bin", str(path))
-        reader = kind(LoadConfig(num_threads=4))
-        for _ in range(3):
-            reader.read(mixed_extents(opened))
-        reader.close()
-        reader.close()
-        opened.close()
-        del reader
-    gc.collect()
-    assert open_descriptors() == before
-    assert reader_threads() == []

@@ -24,10 +24,10 @@ from helpers.extents import (
     reader_threads,
 )
 from loadkit.config import LoadConfig
-from loadkit.readers import pread
+from loadkit.readers import runs
 from loadkit.readers.base import Extent, Reader
 from loadkit.readers.mmap import MmapReader
-from loadkit.readers.pread import GAP, LONG_ROW, PIECE, SPAN, PreadReader
+from loadkit.readers.pread import GAP, LONG_ROW, SPAN, PreadReader
 from loadkit.sources.local_file import LocalFile
 
 
@@ -114,7 +114,7 @@ def test_one_call_never_gets_more_buffers_than_the_system_takes(
 ) -> None:
     calls = count_calls(monkeypatch)
     check(PreadReader(LoadConfig()), [extent(file, n, 1) for n in range(3000)], path.read_bytes())
-    assert len(calls) == -(-3000 // pread.PARTS)
+    assert len(calls) == -(-3000 // runs.PARTS)
     assert max(calls) <= os.sysconf("SC_IOV_MAX")
 
 
@@ -133,16 +133,16 @@ def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_threads_share_one_large_extent(tmp_path: Path, reader: Reader) -> None:
     big = tmp_path / "big.bin"
-    big.write_bytes(data := content(2 * PIECE + 77))
+    big.write_bytes(data := content(2 * runs.PIECE + 77))
     with_file = LocalFile("big.bin", str(big))
     seen: set[int] = set()
-    wanted = extent(with_file, 5, 2 * PIECE + 70)
+    wanted = extent(with_file, 5, 2 * runs.PIECE + 70)
 
     def landed(_: int) -> None:
         seen.add(threading.get_ident())
         time.sleep(0.02)
 
-    assert reader.read([wanted], landed) == 2 * PIECE + 70
+    assert reader.read([wanted], landed) == 2 * runs.PIECE + 70
     assert held(wanted) == expected(data, wanted)
     assert len(seen) > 1
     assert reader_threads() == []

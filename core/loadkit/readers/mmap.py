@@ -1,11 +1,11 @@
-"""The reader that maps files: parameters become views, everything else is copied from the map.
+"""The reader that maps files: parameters become views, and strided rows are copied from the map.
 
-A mapping is private (writes to a view never reach the file) and is unmapped when the reader and
-the last view have let go of it, never earlier. Before bytes are copied their pages are populated
-by one call per piece: a page that cannot be had is then an error code and not a SIGBUS. A file
-that is cut in the moment between that call and the copy still kills the process, as does
-touching a view of a file that was cut; ``LoadConfig.alias = "never"`` and the ``pread`` reader
-are for files that others write.
+Runs are read as ``pread`` reads them: as fast as a copy from the map, and safe. A mapping is
+private (writes to a view never reach the file) and is unmapped when the reader and the last view
+have let go of it, never earlier. Before rows are copied their pages are populated: a page that
+cannot be had is then an error code and not a SIGBUS. A file that is cut in the moment between
+that call and the copy still kills the process, as does touching a view of a file that was cut;
+the ``pread`` reader is for files that others write.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import torch
 
 from loadkit.errors import ChangedError, ReadError, TruncatedError
 from loadkit.readers.base import Extent, Reader
-from loadkit.readers.extents import check_extent, copy_rows, is_one_run
+from loadkit.readers.extents import check_extent, copy_rows
+from loadkit.readers.runs import PIECE, Runs, lands_in_runs
 from loadkit.readers.threads import Task, default_threads, run_tasks
 from loadkit.text import printable
 
@@ -34,13 +35,12 @@ if TYPE_CHECKING:
 
 __all__ = ["MmapReader"]
 
-PIECE = 8 << 20  # bytes of file spanned by one task
-NEAR = 64 << 10  # rows whose gap is at most this are populated together: the kernel does too
+NEAR = 128 << 10  # rows whose gap is at most this are populated together: as read-ahead does
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
 
 
 class MmapReader(Reader):
-    """Maps each file once. ``read`` copies with two threads unless ``num_threads`` says more.
+    """Maps each file once. ``read`` uses two threads unless ``num_threads`` says otherwise.
 
     A Python before 3.13 keeps one more descriptor per mapped file for as long as it is mapped.
     """
@@ -78,7 +78,7 @@ class MmapReader(Reader):
         return torch.frombuffer(mapped.memory[offset : offset + nbytes], dtype=torch.uint8)
 
     def read(self, extents: Sequence[Extent], landed: Callable[[int], None] | None = None) -> int:
-        """Copy every extent from the map; ``landed`` gets counts that sum up to the result.
+        """Fill every destination; ``landed`` gets counts that sum up to the result.
 
         The result counts the rows, not the gaps between them.
 
@@ -116,17 +116,19 @@ class MmapReader(Reader):
 
     def _tasks(self, extents: Sequence[Extent]) -> Iterator[Task]:
         """The work in file order, made as it is drawn."""
+        runs = Runs()
         for extent in extents:
             if not extent.rows or not extent.row_bytes:
                 continue
-            mapped = self._map(extent.file)
-            if is_one_run(extent) or extent.row_bytes >= PIECE:
-                for row in range(1 if is_one_run(extent) else extent.rows):
-                    yield from _row_pieces(mapped, extent, row)
+            if lands_in_runs(extent):
+                yield from runs.add(extent)
                 continue
+            yield from runs.flush()
+            mapped = self._map(extent.file)
             step = max(1, PIECE // max(extent.file_stride, extent.row_bytes))
             for first in range(0, extent.rows, step):
                 yield partial(_copy, mapped, extent, first, min(step, extent.rows - first))
+        yield from runs.flush()
 
 
 class _Map:
@@ -174,7 +176,6 @@ class _Map:
 
     def populate(self, offset: int, nbytes: int, owner: Extent) -> None:
         """Have the pages of these bytes in memory, or raise."""
-        self.check(offset + nbytes, owner)
         start = (self.address + offset) // mmap.PAGESIZE * mmap.PAGESIZE
         number = _populate(start, self.address + offset + nbytes - start)
         if not number:
@@ -200,7 +201,8 @@ def _map_private(fd: int, size: int) -> mmap.mmap:
     return mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE, **more)
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
+_madvise = ctypes.CDLL(None, use_errno=True).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def _populate(address: int, nbytes: int) -> int:
@@ -208,10 +210,7 @@ def _populate(address: int, nbytes: int) -> int:
     if sys.platform != "linux":
         return 0
     while True:
-        failed = _libc.madvise(
-            ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_int(_POPULATE_READ)
-        )
-        number = ctypes.get_errno() if failed else 0
+        number = ctypes.get_errno() if _madvise(address, nbytes, _POPULATE_READ) else 0
         if number == errno.EINVAL:
             return 0
         if number not in (errno.EINTR, errno.EAGAIN):
@@ -222,28 +221,11 @@ def _end(extent: Extent) -> int:
     return extent.offset + (extent.rows - 1) * extent.file_stride + extent.row_bytes
 
 
-def _row_pieces(mapped: _Map, extent: Extent, row: int) -> Iterator[Task]:
-    """One long run in pieces that end on page borders of the map."""
-    nbytes = extent.row_bytes * (extent.rows if is_one_run(extent) else 1)
-    offset = extent.offset + row * extent.file_stride
-    into = extent.dest.data_ptr() + row * extent.dest_stride
-    end = offset + nbytes
-    while offset < end:
-        count = min(end, (offset // PIECE + 1) * PIECE) - offset
-        yield partial(_copy_run, mapped, extent, offset, into, count)
-        offset, into = offset + count, into + count
-
-
-def _copy_run(mapped: _Map, extent: Extent, offset: int, into: int, nbytes: int) -> int:
-    mapped.populate(offset, nbytes, extent)
-    ctypes.memmove(into, mapped.address + offset, nbytes)
-    return nbytes
-
-
 def _copy(mapped: _Map, extent: Extent, first: int, rows: int) -> int:
     """Copy rows ``first`` to ``first + rows``."""
     row_bytes, stride = extent.row_bytes, extent.file_stride
     offset = extent.offset + first * stride
+    mapped.check(offset + (rows - 1) * stride + row_bytes, extent)
     if stride - row_bytes <= NEAR:
         mapped.populate(offset, (rows - 1) * stride + row_bytes, extent)
     else:

@@ -2,49 +2,39 @@
 
 How an extent is read, and what it counts (all of it known from the extent alone):
 
-- one run: pieces of at most ``PIECE`` bytes; runs that touch in the file share one ``preadv``,
-  also across extents and into different destinations. Counts its bytes.
+- one run, or rows that touch: see ``runs``. Counts its bytes.
 - rows with a gap of at most ``GAP`` bytes: spans of whole rows, at most ``SPAN`` bytes each, gaps
   read and dropped. Long rows land in place (the gaps in a scrap buffer), short ones go through a
   staging buffer. Counts rows and gaps, but no gap between two spans.
 - rows further apart: each row by itself, in place. Counts the rows.
 
 The gap between two extents is never read. ``GAP`` is about where reading the gap (11 GB/s) costs
-as much as a row's own call (1.1 us); from ``LONG_ROW`` on a vector of rows beats a staged copy
-(CPU s/GiB, 4 KiB rows: 0.16 against 0.22; 1 KiB rows: 0.33 against 0.23).
+as much as a row's own call (1.1 us, more when threads wait for the interpreter lock); from
+``LONG_ROW`` on a vector of rows beats a staged copy (CPU s/GiB, 4 KiB rows: 0.16 against 0.22;
+1 KiB rows: 0.33 against 0.23).
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from loadkit.errors import ReadError, TruncatedError
 from loadkit.readers.base import Extent, Reader
-from loadkit.readers.extents import buffer_at, check_extent, copy_rows, is_one_run
+from loadkit.readers.extents import buffer_at, check_extent, copy_rows
+from loadkit.readers.runs import LONG_ROW, PIECE, Runs, fill, lands_in_runs, pull
 from loadkit.readers.threads import Task, default_threads, run_tasks
-from loadkit.text import printable
 
 if TYPE_CHECKING:
     from loadkit.config import LoadConfig
-    from loadkit.sources.base import File
 
 __all__ = ["PreadReader"]
 
-PIECE = 8 << 20  # bytes of one task
 SPAN = 1 << 20  # bytes of one span, and of a staging buffer
-GAP = 8 << 10
-LONG_ROW = 4 << 10
-HUGE_ROW = 256 << 10  # such a row is a run of its own
+GAP = 12 << 10
 ROWS_PER_TASK = 1024  # when each row is a call: a task must end soon after a cancel
-PARTS = max(16, min(1024, os.sysconf("SC_IOV_MAX")))  # buffers of one preadv
-
-# Part of a run: the address its bytes go to, how many, and the extent they belong to.
-Part = tuple[int, int, Extent]
 
 
 class PreadReader(Reader):
@@ -94,15 +84,14 @@ class PreadReader(Reader):
 
     def _tasks(self, extents: Sequence[Extent]) -> Iterator[Task]:
         """The work in file order, made as it is drawn."""
-        run = _Run()
+        runs = Runs()
         for extent in extents:
             if not extent.rows or not extent.row_bytes:
                 continue
-            if _lands_in_runs(extent):
-                for address, offset, nbytes in _runs(extent):
-                    yield from run.add(extent, address, offset, nbytes)
+            if lands_in_runs(extent):
+                yield from runs.add(extent)
                 continue
-            yield from run.flush()
+            yield from runs.flush()
             per_span = _rows_per_span(extent.row_bytes, extent.rows, extent.file_stride)
             read_rows: Callable[[Extent, int, int], int]
             if per_span:
@@ -112,7 +101,7 @@ class PreadReader(Reader):
                 step = max(1, min(ROWS_PER_TASK, PIECE // extent.row_bytes))
             for first in range(0, extent.rows, step):
                 yield partial(read_rows, extent, first, min(step, extent.rows - first))
-        yield from run.flush()
+        yield from runs.flush()
 
     def _read_spans(self, extent: Extent, first: int, count: int) -> int:
         """Rows ``first`` to ``first + count``, with the gaps between them."""
@@ -129,7 +118,7 @@ class PreadReader(Reader):
                 else:
                     nbytes = (rows - 1) * extent.file_stride + extent.row_bytes
                     buffers = [buffer_at(stage.data_ptr(), nbytes)]
-                moved += _fill(extent.file, offset, buffers, [extent] * len(buffers))
+                moved += fill(extent.file, offset, buffers, [extent] * len(buffers))
                 if not long_rows:
                     copy_rows(
                         stage.data_ptr(),
@@ -144,60 +133,12 @@ class PreadReader(Reader):
         return moved
 
 
-class _Run:
-    """Parts that touch in one file, gathered into one task."""
-
-    def __init__(self) -> None:
-        self.parts: list[Part] = []
-        self.offset = 0
-        self.nbytes = 0
-
-    def add(self, extent: Extent, address: int, offset: int, nbytes: int) -> Iterator[Task]:
-        """Take these bytes; gives the tasks that became full."""
-        while nbytes:
-            touches = (
-                bool(self.parts)
-                and self.parts[0][2].file is extent.file
-                and self.offset + self.nbytes == offset
-            )
-            if not touches or self.nbytes == PIECE or len(self.parts) == PARTS:
-                yield from self.flush()
-                self.offset = offset
-            taken = min(nbytes, PIECE - self.nbytes)
-            self.parts.append((address, taken, extent))
-            self.nbytes += taken
-            address, offset, nbytes = address + taken, offset + taken, nbytes - taken
-
-    def flush(self) -> Iterator[Task]:
-        """The task of what was gathered, if anything was."""
-        if self.parts:
-            yield partial(_read_run, self.offset, self.parts)
-        self.parts, self.nbytes = [], 0
-
-
 def _rows_per_span(row_bytes: int, rows: int, file_stride: int) -> int:
     """Whole rows read by one call together with their gaps; 0 if each row is read by itself."""
     if rows < 2 or not 0 <= file_stride - row_bytes <= GAP or not row_bytes:
         return 0
     per_span = SPAN // file_stride
     return per_span if per_span > 1 else 0
-
-
-def _lands_in_runs(extent: Extent) -> bool:
-    """Whether the extent's bytes go in place, run by run."""
-    touching = extent.file_stride == extent.row_bytes and extent.row_bytes >= LONG_ROW
-    return is_one_run(extent) or touching or extent.row_bytes >= HUGE_ROW
-
-
-def _runs(extent: Extent) -> Iterator[tuple[int, int, int]]:
-    """Address, file offset and size of each run."""
-    address = extent.dest.data_ptr()
-    if is_one_run(extent):
-        yield address, extent.offset, extent.rows * extent.row_bytes
-        return
-    for row in range(extent.rows):
-        place = address + row * extent.dest_stride
-        yield place, extent.offset + row * extent.file_stride, extent.row_bytes
 
 
 def _new_stage() -> torch.Tensor:
@@ -218,12 +159,6 @@ def _rows_and_gaps(extent: Extent, row: int, rows: int, scrap: torch.Tensor) -> 
     return buffers
 
 
-def _read_run(offset: int, parts: list[Part]) -> int:
-    buffers = [buffer_at(address, nbytes) for address, nbytes, _ in parts]
-    owners = [extent for _, _, extent in parts]
-    return _fill(owners[0].file, offset, buffers, owners)
-
-
 def _read_alone(extent: Extent, first: int, count: int) -> int:
     """Each row by its own call."""
     row_bytes, stride = extent.row_bytes, extent.dest_stride
@@ -231,54 +166,8 @@ def _read_alone(extent: Extent, first: int, count: int) -> int:
     offset = extent.offset + first * extent.file_stride
     for start in range(0, count * stride, stride):
         row = memory[start : start + row_bytes]
-        got = _pull(extent.file, offset, (row,), extent)
+        got = pull(extent.file, offset, (row,), extent)
         if got < row_bytes:
-            _fill(extent.file, offset + got, [row[got:]], (extent,))
+            fill(extent.file, offset + got, [row[got:]], (extent,))
         offset += extent.file_stride
     return count * row_bytes
-
-
-def _fill(file: File, offset: int, buffers: list[memoryview], owners: Sequence[Extent]) -> int:
-    """Fill all buffers from one place of the file on; short reads are continued."""
-    start, at = offset, 0
-    while at < len(buffers):
-        got = _pull(file, offset, buffers[at:] if at else buffers, owners[at])
-        offset += got
-        while at < len(buffers) and got >= len(buffers[at]):
-            got -= len(buffers[at])
-            at += 1
-        if got:
-            buffers[at] = buffers[at][got:]
-    return offset - start
-
-
-def _pull(file: File, offset: int, buffers: Sequence[memoryview], owner: Extent) -> int:
-    """One read: at least a byte, or a typed error."""
-    while True:
-        try:
-            if file.path is None:
-                data = file.read(offset, len(buffers[0]))
-                got = len(data)
-                buffers[0][:got] = data
-            else:
-                got = os.preadv(file.fileno(), buffers, offset)
-        except InterruptedError:
-            continue
-        except OSError as error:
-            raise ReadError(
-                f"reading tensor {printable(owner.tensor)} from {printable(file.name)} at byte "
-                f"{offset} failed: {error.strerror or error}",
-                errno=error.errno,
-                file=file.name,
-                tensor=owner.tensor,
-                offset=offset,
-            ) from error
-        if got:
-            return got
-        raise TruncatedError(
-            f"{printable(file.name)} ends at byte {offset}, inside tensor "
-            f"{printable(owner.tensor)}; it had {file.size} bytes when it was opened",
-            file=file.name,
-            tensor=owner.tensor,
-            offset=offset,
-        )

@@ -1,0 +1,134 @@
+"""Runs: bytes that are neighbours in the file, read in place by ``preadv``.
+
+Runs that touch in one file share a call, also across extents and into different destinations.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from loadkit.errors import ReadError, TruncatedError
+from loadkit.readers.base import Extent
+from loadkit.readers.extents import buffer_at, is_one_run
+from loadkit.readers.threads import Task
+from loadkit.text import printable
+
+if TYPE_CHECKING:
+    from loadkit.sources.base import File
+
+__all__ = ["LONG_ROW", "PARTS", "PIECE", "Runs", "fill", "lands_in_runs", "pull"]
+
+PIECE = 8 << 20  # bytes of one task
+LONG_ROW = 4 << 10  # touching rows from here on land in place; shorter ones are staged or copied
+HUGE_ROW = 256 << 10  # such a row is a run of its own
+PARTS = max(16, min(1024, os.sysconf("SC_IOV_MAX")))  # buffers of one preadv
+
+# Part of a run: the address its bytes go to, how many, and the extent they belong to.
+Part = tuple[int, int, Extent]
+
+
+def lands_in_runs(extent: Extent) -> bool:
+    """Whether the extent's bytes go in place, run by run."""
+    touching = extent.file_stride == extent.row_bytes and extent.row_bytes >= LONG_ROW
+    return is_one_run(extent) or touching or extent.row_bytes >= HUGE_ROW
+
+
+class Runs:
+    """Gathers parts that touch in one file into tasks of at most ``PIECE`` bytes."""
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+        self.offset = 0
+        self.nbytes = 0
+
+    def add(self, extent: Extent) -> Iterator[Task]:
+        """Take an extent that ``lands_in_runs``; gives the tasks that became full."""
+        for address, offset, nbytes in _runs(extent):
+            yield from self._add(extent, address, offset, nbytes)
+
+    def _add(self, extent: Extent, address: int, offset: int, nbytes: int) -> Iterator[Task]:
+        while nbytes:
+            touches = (
+                bool(self.parts)
+                and self.parts[0][2].file is extent.file
+                and self.offset + self.nbytes == offset
+            )
+            if not touches or self.nbytes == PIECE or len(self.parts) == PARTS:
+                yield from self.flush()
+                self.offset = offset
+            taken = min(nbytes, PIECE - self.nbytes)
+            self.parts.append((address, taken, extent))
+            self.nbytes += taken
+            address, offset, nbytes = address + taken, offset + taken, nbytes - taken
+
+    def flush(self) -> Iterator[Task]:
+        """The task of what was gathered, if anything was."""
+        if self.parts:
+            yield partial(_read_run, self.offset, self.parts)
+        self.parts, self.nbytes = [], 0
+
+
+def _runs(extent: Extent) -> Iterator[tuple[int, int, int]]:
+    """Address, file offset and size of each run."""
+    address = extent.dest.data_ptr()
+    if is_one_run(extent):
+        yield address, extent.offset, extent.rows * extent.row_bytes
+        return
+    for row in range(extent.rows):
+        place = address + row * extent.dest_stride
+        yield place, extent.offset + row * extent.file_stride, extent.row_bytes
+
+
+def _read_run(offset: int, parts: list[Part]) -> int:
+    buffers = [buffer_at(address, nbytes) for address, nbytes, _ in parts]
+    owners = [extent for _, _, extent in parts]
+    return fill(owners[0].file, offset, buffers, owners)
+
+
+def fill(file: File, offset: int, buffers: list[memoryview], owners: Sequence[Extent]) -> int:
+    """Fill all buffers from one place of the file on; short reads are continued."""
+    start, at = offset, 0
+    while at < len(buffers):
+        got = pull(file, offset, buffers[at:] if at else buffers, owners[at])
+        offset += got
+        while at < len(buffers) and got >= len(buffers[at]):
+            got -= len(buffers[at])
+            at += 1
+        if got:
+            buffers[at] = buffers[at][got:]
+    return offset - start
+
+
+def pull(file: File, offset: int, buffers: Sequence[memoryview], owner: Extent) -> int:
+    """One read: at least a byte, or a typed error."""
+    while True:
+        try:
+            if file.path is None:
+                data = file.read(offset, len(buffers[0]))
+                got = len(data)
+                buffers[0][:got] = data
+            else:
+                got = os.preadv(file.fileno(), buffers, offset)
+        except InterruptedError:
+            continue
+        except OSError as error:
+            raise ReadError(
+                f"reading tensor {printable(owner.tensor)} from {printable(file.name)} at byte "
+                f"{offset} failed: {error.strerror or error}",
+                errno=error.errno,
+                file=file.name,
+                tensor=owner.tensor,
+                offset=offset,
+            ) from error
+        if got:
+            return got
+        raise TruncatedError(
+            f"{printable(file.name)} ends at byte {offset}, inside tensor "
+            f"{printable(owner.tensor)}; it had {file.size} bytes when it was opened",
+            file=file.name,
+            tensor=owner.tensor,
+            offset=offset,
+        )
