@@ -34,9 +34,7 @@ __all__ = [
 ]
 
 LFS_POINTER = (
-    "version https://git-lfs.github.com/spec/v1\n"
-    f"oid sha256:{'0' * 64}\n"
-    "size 4976698672\n"
+    f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 4976698672\n"
 )
 
 
@@ -202,7 +200,7 @@ def write_llama(
 
 
 def raw_st(path: str | Path, header: Any, payload: bytes = b"", *, n: int | None = None) -> Path:
-    """Safetensors bytes by hand: ``header`` is bytes or a JSON value, ``n`` a length that may lie."""
+    """Safetensors bytes by hand: ``header`` is bytes or JSON, ``n`` a length that may lie."""
     body = header if isinstance(header, bytes) else json.dumps(header).encode()
     Path(path).write_bytes(struct.pack("<Q", len(body) if n is None else n) + body + payload)
     return Path(path)
