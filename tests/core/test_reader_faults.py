@@ -1,4 +1,4 @@
-"""A reader's faults are typed errors that say where, and short or interrupted reads are not seen."""
+"""A reader's faults are typed errors that say where; short and interrupted reads are not seen."""
 
 from __future__ import annotations
 
