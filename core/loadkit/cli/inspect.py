@@ -1,0 +1,140 @@
+"""``loadkit inspect``: what lies in a checkpoint's files; no model and no config are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from loadkit.cli.options import output_options
+from loadkit.cli.output import Output, human_bytes
+from loadkit.cli.settings import read_settings
+
+if TYPE_CHECKING:
+    from loadkit.sources.base import File
+
+__all__ = ["command"]
+
+# The suffix of a weight file -> its format. A format that is not read here is read by the loader
+# of that name, if it has a class method ``read_header(file)`` like the one of safetensors.
+SUFFIXES = {
+    ".safetensors": "safetensors",
+    ".gguf": "gguf",
+    ".bin": "pt",
+    ".pt": "pt",
+    ".pth": "pt",
+    ".tensors": "tensorizer",
+    ".json": "json",
+}
+WEIGHTS = ("safetensors", "gguf", "pt", "tensorizer")
+
+
+@click.command("inspect")
+@click.argument("source")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A LoadConfig field.")
+@output_options
+@click.pass_obj
+def command(out: Output, source: str, settings: tuple[str, ...]) -> int:
+    """List SOURCE's files, their formats, and every tensor: dtype, shape, file, offset, bytes."""
+    document = _inspect(source, settings)
+    if out.as_json:
+        out.emit(document)
+    else:
+        _show(out, document)
+    return 0
+
+
+def _inspect(uri: str, settings: Iterable[str]) -> dict[str, Any]:
+    from loadkit.sources import open_source
+
+    files: list[dict[str, Any]] = []
+    tensors: list[dict[str, Any]] = []
+    metadata: dict[str, Mapping[str, Any]] = {}
+    load_config, _, _ = read_settings(settings)
+    with open_source(uri, load_config) as source:
+        for info in source.list():
+            kind = _format_of(info.name)
+            header = _header(source.open(info.name), kind) if kind in WEIGHTS else None
+            files.append(
+                {
+                    "name": info.name,
+                    "size": info.size,
+                    "format": kind,
+                    "tensors": None if header is None else len(header.tensors),
+                }
+            )
+            if header is None:
+                continue
+            if header.metadata:
+                metadata[info.name] = dict(header.metadata)
+            tensors += [
+                {
+                    "name": tensor.name,
+                    "dtype": tensor.dtype,
+                    "shape": list(tensor.shape),
+                    "file": info.name,
+                    "offset": tensor.offset,
+                    "bytes": tensor.nbytes,
+                }
+                for tensor in header.tensors
+            ]
+    return {
+        "ok": True,
+        "source": uri,
+        "formats": sorted({file["format"] for file in files} & set(WEIGHTS)),
+        "files": files,
+        "tensors": tensors,
+        "metadata": metadata,
+    }
+
+
+def _format_of(name: str) -> str | None:
+    """A file's format by its suffix; None for one that loadkit has nothing to say of."""
+    _, dot, suffix = name.rpartition(".")
+    return SUFFIXES.get(dot + suffix)
+
+
+def _header(file: File, kind: str | None) -> Any:
+    """An object with ``tensors`` and ``metadata``, or None where no installed loader reads it."""
+    if kind == "safetensors":
+        from loadkit.safetensors_format import read_header
+
+        return read_header(file)
+    from loadkit import tables
+
+    if kind not in tables.loaders.names():
+        return None
+    reader = getattr(tables.loaders.lookup(kind), "read_header", None)
+    return None if reader is None else reader(file)
+
+
+def _show(out: Output, document: Mapping[str, Any]) -> None:
+    files, tensors = document["files"], document["tensors"]
+    total = sum(tensor["bytes"] for tensor in tensors)
+    formats = ", ".join(document["formats"]) or "no weight files"
+    out.fields(
+        [
+            ("source", document["source"]),
+            ("formats", formats),
+            ("tensors", f"{len(tensors)}, {human_bytes(total)}"),
+        ]
+    )
+    out.line()
+    out.table(
+        ["file", "format", "size", "tensors"],
+        [[f["name"], f["format"], human_bytes(f["size"]), f["tensors"]] for f in files],
+        right=["size", "tensors"],
+    )
+    pairs = [
+        [file, key, value]
+        for file, found in document["metadata"].items()
+        for key, value in found.items()
+    ]
+    if pairs:
+        out.line()
+        out.table(["file", "metadata", "value"], pairs)
+    if tensors:
+        out.line()
+        keys = ["name", "dtype", "shape", "file", "offset", "bytes"]
+        out.table(keys, [[t[key] for key in keys] for t in tensors], right=["offset", "bytes"])

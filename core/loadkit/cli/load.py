@@ -1,0 +1,85 @@
+"""``loadkit load``: load a model, report what it took, let it go."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from loadkit.cli.options import ModelRequest, model_options
+from loadkit.cli.output import Output, human_bytes
+
+__all__ = ["command"]
+
+LISTED = 5  # items of a list shown to people; --json has all of them
+
+
+@click.command("load")
+@model_options
+@click.pass_obj
+def command(out: Output, request: ModelRequest) -> int:
+    """Load SOURCE and report what it took.
+
+    With --rank that rank is loaded, else every rank of --tp and --pp, one after the other in this
+    process, each freed before the next.
+    """
+    from loadkit import loader
+
+    keywords = request.keywords(progress=sys.stderr.isatty() and not out.as_json)
+    document: dict[str, Any] = {"ok": True}
+    reports: list[dict[str, Any]] = []
+    for parallel in request.ranks():
+        result = loader.load(request.source, parallel=parallel, **keywords)
+        for key in ("architecture", "model_class", "distribution", "load_format"):
+            document.setdefault(key, getattr(result.plan, key))
+        where = {f"{axis}_rank": getattr(parallel, f"{axis}_rank") for axis in ("tp", "pp", "ep")}
+        reports.append(where | result.report.to_dict())
+        del result  # a model holds cycles: what it takes must be gone before the next rank
+        gc.collect()
+    if out.as_json:
+        out.emit(document | {"ranks": reports})
+    else:
+        _show(out, request, document, reports)
+    return 0
+
+
+def _show(
+    out: Output,
+    request: ModelRequest,
+    document: Mapping[str, Any],
+    reports: list[dict[str, Any]],
+) -> None:
+    keys = ("architecture", "model_class", "distribution", "load_format")
+    labels = [(key.replace("_", " "), document.get(key)) for key in keys]
+    out.fields([("source", request.source), *labels])
+    for report in reports:
+        out.line()
+        tp, pp, ep = (report[f"{axis}_rank"] for axis in ("tp", "pp", "ep"))
+        out.line(f"rank tp {tp}/{request.tp}, pp {pp}/{request.pp}, ep {ep}/{request.ep}")
+        left_out = {*keys, "tp_rank", "pp_rank", "ep_rank"}
+        out.fields(
+            (f"  {key.replace('_', ' ')}", _shown(key, value))
+            for key, value in report.items()
+            if key not in left_out
+        )
+
+
+def _shown(key: str, value: Any) -> object:
+    """A report's value for people: bytes and seconds with units, long lists by their start."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int) and "bytes" in key:
+        return human_bytes(value)
+    if isinstance(value, float):
+        return f"{value:.3f} s" if "seconds" in key else f"{value:.3f}"
+    if isinstance(value, Mapping):
+        parts = [f"{name} {_shown(f'{key} {name}', item)}" for name, item in value.items()]
+        return ", ".join(parts) or "none"
+    if isinstance(value, list | tuple):
+        parts = [str(_shown(key, item)) for item in value[:LISTED]]
+        more = f"; ... ({len(value)} in all)" if len(value) > LISTED else ""
+        return ("; ".join(parts) + more) or "none"
+    return value

@@ -1,0 +1,18 @@
+"""models."""
+
+from __future__ import annotations
+
+import click
+
+from loadkit.cli.options import output_options
+from loadkit.cli.output import Output
+
+__all__ = ["command"]
+
+
+@click.command("models")
+@output_options
+@click.pass_obj
+def command(out: Output) -> int:
+    """M"""
+    return 0

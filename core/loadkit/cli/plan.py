@@ -1,0 +1,155 @@
+"""``loadkit plan``: what a load would do, on every rank, from headers alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from loadkit.cli.failures import problem_lines
+from loadkit.cli.grouping import GROUP_HEADERS, grouped
+from loadkit.cli.options import ModelRequest, model_options
+from loadkit.cli.output import Output, human_bytes
+
+__all__ = ["command"]
+
+ROW_HEADERS = ["tensor", "file", "source", "parameter", "target", "exact", "kind"]
+
+
+@click.command("plan")
+@click.option("--rows", "with_rows", is_flag=True, help="List every tensor and its region.")
+@model_options
+@click.pass_obj
+def command(out: Output, request: ModelRequest, with_rows: bool) -> int:
+    """Plan the load of SOURCE, from headers alone; no weight byte is read.
+
+    Every rank of --tp and --pp is planned, unless --rank names one. The exit code is 1 when the
+    plan has problems.
+    """
+    document, plans = _plan_ranks(request, with_rows=with_rows)
+    if out.as_json:
+        out.emit(document)
+    else:
+        _show(out, request, document, plans, with_rows=with_rows)
+    if document["ok"]:
+        return 0
+    sys.stdout.flush()
+    problems = document["problems"]
+    out.line(f"error: E_PLAN: {len(problems)} problem(s), the first:", to=sys.stderr)
+    for line in problem_lines(problems[:1]):
+        out.line(line, to=sys.stderr)
+    return 1
+
+
+def _plan_ranks(request: ModelRequest, *, with_rows: bool) -> tuple[dict[str, Any], list[Any]]:
+    """The JSON document of all ranks, and the first rank's plan (in a list) for its details."""
+    from loadkit import loader
+
+    keywords = request.keywords(progress=False)
+    document: dict[str, Any] = {"ok": True}
+    problems: dict[tuple[Any, ...], dict[str, Any]] = {}
+    ranks: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
+    first: list[Any] = []
+    for parallel in request.ranks():
+        plan = loader.plan(request.source, parallel=parallel, **keywords)
+        if not first:
+            first.append(plan)
+            for key in ("architecture", "model_class", "distribution", "load_format"):
+                document[key] = getattr(plan, key)
+            document["load_format_why"] = plan.load_format_why
+        where = {f"{axis}_rank": getattr(parallel, f"{axis}_rank") for axis in ("tp", "pp", "ep")}
+        sizes = ("bytes_needed", "bytes_to_read", "parameter_bytes", "predicted_peak_bytes")
+        ranks.append(where | {key: getattr(plan, key) for key in sizes})
+        document["ok"] = document["ok"] and plan.ok
+        for problem in plan.problems:  # the same problem on another rank is one problem
+            values = problem.to_dict()
+            problems.setdefault(tuple(map(str, values.values())), values)
+        if with_rows:
+            rows += [row.to_dict() | where for row in plan.rows]
+    document |= {"problems": list(problems.values()), "ranks": ranks}
+    return document | ({"rows": rows} if with_rows else {}), first
+
+
+def _show(
+    out: Output,
+    request: ModelRequest,
+    document: Mapping[str, Any],
+    plans: list[Any],
+    *,
+    with_rows: bool,
+) -> None:
+    out.fields(
+        [
+            ("source", request.source),
+            *_config_fields(plans[0]),
+            ("architecture", document["architecture"]),
+            ("model class", _from(document["model_class"], document["distribution"])),
+            ("load format", _because(document["load_format"], document["load_format_why"])),
+            ("parallel", f"tp {request.tp}, pp {request.pp}, ep {request.ep}"),
+        ]
+    )
+    out.line()
+    sizes = ["needed", "to read", "parameters", "predicted peak"]
+    keys = ["bytes_needed", "bytes_to_read", "parameter_bytes", "predicted_peak_bytes"]
+    out.table(
+        ["tp", "pp", "ep", *sizes],
+        [
+            [rank["tp_rank"], rank["pp_rank"], rank["ep_rank"]]
+            + [human_bytes(rank[key]) for key in keys]
+            for rank in document["ranks"]
+        ],
+        right=["tp", "pp", "ep", *sizes],
+    )
+    out.line()
+    if with_rows:
+        _show_rows(out, document["rows"])
+    else:
+        if len(document["ranks"]) > 1:
+            out.line("the first of these ranks:")
+        out.table(GROUP_HEADERS, grouped(row.to_dict() for row in plans[0].rows), right=["rows"])
+    out.line()
+    problems = document["problems"]
+    out.line("ok: every parameter is filled" if document["ok"] else f"{len(problems)} problem(s):")
+    for line in problem_lines(problems):
+        out.line(line)
+
+
+def _show_rows(out: Output, rows: list[dict[str, Any]]) -> None:
+    """Every row, its rank first."""
+    ranks = ["tp_rank", "pp_rank", "ep_rank"]
+    cells = [
+        ["/".join(str(row[rank]) for rank in ranks)]
+        + [_region(row[key]) if key in ("source", "target") else row[key] for key in ROW_HEADERS]
+        for row in rows
+    ]
+    out.table(["tp/pp/ep", *ROW_HEADERS], cells)
+
+
+def _region(region: Mapping[str, Any] | None) -> str | None:
+    """``[64, 576] @ 36864``; the strides only where they are not the plain ones."""
+    if region is None:
+        return None
+    size, stride = region["size"], region["stride"]
+    text = f"{list(size)} @ {region['offset']}"
+    plain, step = [], 1
+    for length in reversed(size):
+        plain.append(step)
+        step *= length
+    return text if list(stride) == plain[::-1] else f"{text} stride {list(stride)}"
+
+
+def _config_fields(plan: Any) -> list[tuple[str, object]]:
+    """What config.json says, as far as the plan carries it."""
+    summary = getattr(plan, "config_summary", None)
+    return [("config", summary)] if summary else []
+
+
+def _from(name: str | None, distribution: str | None) -> str | None:
+    return name if name is None or distribution is None else f"{name} ({distribution})"
+
+
+def _because(name: str | None, why: str | None) -> str | None:
+    return name if name is None or not why else f"{name}: {why}"
