@@ -8,18 +8,16 @@ layer's ``weight_loader`` only says which of the parameter's four loads it is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from loadkit.config import ParallelConfig
+from loadkit.quantization import QuantizationConfig, QuantizeMethodBase
 from loadkit_layers.communication import all_gather, all_reduce
 from loadkit_layers.parameter import BaseParameter, ColumnParameter, as_sharded
 from loadkit_layers.sharding import Shard, require_divisible, split_shards
 from loadkit_layers.unquantized import UnquantizedLinearMethod
-
-if TYPE_CHECKING:
-    from loadkit.quantization import QuantizationConfig
 
 __all__ = ["ColumnParallelLinear", "LinearBase", "ReplicatedLinear", "RowParallelLinear"]
 
@@ -73,7 +71,7 @@ class LinearBase(torch.nn.Module):
         self.params_dtype = params_dtype or torch.get_default_dtype()
         self.quant_config, self.prefix = quant_config, prefix
         method = quant_config.get_quant_method(self, prefix) if quant_config else None
-        self.quant_method = method or UnquantizedLinearMethod()
+        self.quant_method: QuantizeMethodBase = method or UnquantizedLinearMethod()
 
     @property
     def output_partition_sizes(self) -> list[int]:

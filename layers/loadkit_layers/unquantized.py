@@ -8,10 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-try:
-    from loadkit.quantization import LinearMethodBase
-except ImportError:  # until core has it
-    LinearMethodBase = object  # type: ignore[assignment,misc]
+from loadkit.quantization import LinearMethodBase
 from loadkit_layers.parameter import ModelWeightParameter
 
 __all__ = ["UnquantizedLinearMethod"]

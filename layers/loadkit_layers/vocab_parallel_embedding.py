@@ -7,19 +7,21 @@ P from one function, so they can share their weight at any V and R.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from loadkit.config import ParallelConfig
 from loadkit.errors import ModelError
+from loadkit.quantization import (
+    QuantizationConfig,
+    QuantizeMethodBase,
+    method_has_implemented_embedding,
+)
 from loadkit_layers.communication import all_reduce
 from loadkit_layers.parameter import ColumnParameter, as_sharded
 from loadkit_layers.sharding import Cut, misfit
 from loadkit_layers.unquantized import UnquantizedLinearMethod
-
-if TYPE_CHECKING:
-    from loadkit.quantization import QuantizationConfig
 
 __all__ = [
     "DEFAULT_VOCAB_PADDING_SIZE",
@@ -88,9 +90,22 @@ class VocabParallelEmbedding(torch.nn.Module):
         self.vocab_start_index = self.tp_rank * rows
         self.vocab_end_index = self.vocab_start_index + rows
         self.num_padding_rows = rows - self._rows_within(num_embeddings)
-        method = quant_config.get_quant_method(self, prefix) if quant_config else None
-        self.quant_method = method or UnquantizedLinearMethod()
+        self.quant_method = self._choose_method()
         self._create_parameters()
+
+    def _choose_method(self) -> QuantizeMethodBase:
+        """The method of the quantisation config, or plain weights; a table has to be looked up."""
+        found = None
+        if self.quant_config is not None:
+            found = self.quant_config.get_quant_method(self, self.prefix)
+        method = found or UnquantizedLinearMethod()
+        if not isinstance(self, ParallelLMHead) and not method_has_implemented_embedding(method):
+            raise ModelError(
+                f"layer {self.prefix}: {type(method).__name__} cannot look up rows of a table",
+                parameter=self.prefix or None,
+                hint="its get_quant_method should give None for VocabParallelEmbedding",
+            )
+        return method
 
     def _rows_within(self, limit: int) -> int:
         """How many of this rank's rows are below ``limit``."""
@@ -169,8 +184,7 @@ class VocabParallelEmbedding(torch.nn.Module):
 
     def _lookup(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of this rank's table."""
-        vectors: torch.Tensor = self.quant_method.embedding(self, rows)
-        return vectors
+        return self.quant_method.embedding(self, rows)
 
     def layout(self) -> tuple[int, int, int, int]:
         """What two layers that share a table have to agree on."""
