@@ -1,0 +1,177 @@
+"""``auto`` maps local files nobody else can write, reads all others, and says why."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from helpers.extents import content
+from loadkit.config import LoadConfig
+from loadkit.errors import UsageError
+from loadkit.readers import can_alias, choose_reader, file_systems
+from loadkit.sources.base import File
+from loadkit.sources.local_file import LocalFile
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[LocalFile]:
+    path = tmp_path / "weights.bin"
+    path.write_bytes(content(5000))
+    path.chmod(0o644)
+    opened = LocalFile("weights.bin", str(path))
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def _local(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_systems, "file_system_of", lambda path, device: "ext4")
+
+
+class RemoteFile(File):
+    """A file without a path, as a remote source gives."""
+
+    name = "far/weights.bin"
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.size = data, len(data)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        return self.data[offset : offset + nbytes]
+
+    def check_unchanged(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.usefixtures("_local")
+def test_auto_maps_local_files_that_nobody_else_can_write(file: LocalFile) -> None:
+    choice = choose_reader(LoadConfig(), [file], "cpu")
+    assert choice.reader.name == "mmap"
+    assert "nobody else can write" in choice.why
+    choice.reader.close()
+
+
+@pytest.mark.usefixtures("_local")
+@pytest.mark.parametrize(
+    ("load_config", "device", "why"),
+    [
+        (LoadConfig(alias="never"), "cpu", "alias is 'never'"),
+        (LoadConfig(), "cuda:0", "weights go to cuda:0"),
+    ],
+)
+def test_auto_reads_into_owned_memory_where_views_are_not_wanted(
+    file: LocalFile, load_config: LoadConfig, device: str, why: str
+) -> None:
+    choice = choose_reader(load_config, [file], device)
+    assert choice.reader.name == "pread"
+    assert why in choice.why
+
+
+@pytest.mark.usefixtures("_local")
+@pytest.mark.parametrize("mode", [0o664, 0o646, 0o666])
+def test_a_file_that_others_can_write_is_not_mapped(file: LocalFile, mode: int) -> None:
+    Path(file.path).chmod(mode)
+    assert can_alias(file) == (False, f"others may write it (mode {mode:o})")
+    choice = choose_reader(LoadConfig(), [file], "cpu")
+    assert choice.reader.name == "pread"
+    assert choice.why.startswith("weights.bin: others may write it")
+
+
+@pytest.mark.usefixtures("_local")
+def test_a_file_of_another_user_is_not_mapped(
+    file: LocalFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = os.stat(file.path).st_uid  # noqa: PTH116
+    if owner == 0:
+        os.chown(file.path, 12345, -1)
+        owner = 12345
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    assert can_alias(file) == (False, f"user {owner} owns it and may write it")
+
+
+def test_a_file_without_a_path_is_read_and_not_mapped() -> None:
+    import torch
+
+    from loadkit.readers.base import Extent
+
+    remote = RemoteFile(content(1000))
+    choice = choose_reader(LoadConfig(), [remote], "cpu")
+    assert (choice.reader.name, choice.why) == ("pread", "far/weights.bin: it is not a local file")
+    dest = torch.zeros(300, dtype=torch.uint8)
+    assert choice.reader.read([Extent(remote, 7, 100, 3, 200, dest, 100, "t")]) == 500
+    assert bytes(dest.numpy()) == b"".join(remote.data[7 + 200 * n :][:100] for n in range(3))
+
+
+@pytest.mark.usefixtures("_local")
+@pytest.mark.parametrize("number", [errno.ENOMEM, errno.ENODEV])
+def test_a_mapping_that_is_refused_falls_back_to_reading(
+    file: LocalFile, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    choice = choose_reader(LoadConfig(), [file], "cpu")
+    assert choice.reader.name == "pread"
+    assert os.strerror(number) in choice.why
+
+
+def test_a_named_reader_is_taken_as_named(file: LocalFile) -> None:
+    for name in ("pread", "mmap"):
+        choice = choose_reader(LoadConfig(reader=name), [file], "cpu")
+        assert (choice.reader.name, choice.why) == (name, "asked for by name")
+
+
+def test_an_unknown_reader_is_a_usage_error(file: LocalFile) -> None:
+    with pytest.raises(UsageError, match="nvmee"):
+        choose_reader(LoadConfig(reader="nvmee"), [file], "cpu")
+
+
+MOUNTS = r"""22 27 0:21 / /proc rw,relatime - proc proc rw
+27 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
+40 27 0:50 / /models rw,relatime shared:2 master:1 - nfs4 server:/models rw
+41 40 0:51 / /models/fast rw - tmpfs tmpfs rw
+42 27 0:52 / /with\040space rw - fuse.sshfs host: rw
+43 27 0:53 / /odd-name rw,opt-x - overlay - rw
+garbage
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "device", "kind"),
+    [
+        ("/anything", os.makedev(0, 50), "nfs4"),
+        ("/anything", os.makedev(254, 0), "ext4"),
+        ("/models/a/b", os.makedev(9, 9), "nfs4"),
+        ("/models/fast/b", os.makedev(9, 9), "tmpfs"),
+        ("/modelsfast/b", os.makedev(9, 9), "ext4"),
+        ("/with space/b", os.makedev(9, 9), "fuse.sshfs"),
+        ("/odd-name/b", os.makedev(9, 9), "overlay"),
+    ],
+)
+def test_the_file_system_is_found_by_device_and_else_by_the_longest_mount_point(
+    tmp_path: Path, path: str, device: int, kind: str
+) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(MOUNTS)
+    assert file_systems.file_system_of(path, device, mounts) == kind
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "cifs", "fuse.gcsfuse", "lustre", "9p", "virtiofs", ""])
+def test_network_and_unknown_file_systems_are_not_mapped(
+    file: LocalFile, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(file_systems, "file_system_of", lambda path, device: kind)
+    allowed, why = can_alias(file)
+    assert not allowed
+    assert (kind or "unknown") in why
+
+
+def test_no_mount_table_means_an_unknown_file_system(tmp_path: Path) -> None:
+    assert file_systems.file_system_of("/x", 1, tmp_path / "missing") == ""
