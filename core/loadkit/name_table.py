@@ -1,0 +1,304 @@
+"""A table of names and the classes they stand for.
+
+A name is looked up among this process's registrations, then in the index of what is installed,
+then among what the hook plugins register. Only the hit is imported.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from dataclasses import dataclass
+
+from loadkit.entry_index import Row, index
+from loadkit.errors import (
+    ConflictError,
+    LoadkitError,
+    NotInstalledError,
+    OptionError,
+    PluginError,
+    UnknownNameError,
+    UsageError,
+)
+from loadkit.known_names import KNOWN, pip_line
+from loadkit.plugin_guard import (
+    current_origin,
+    failures,
+    guarded,
+    import_value,
+    load_row,
+    mismatch,
+    on_undo,
+)
+from loadkit.text import nearest, printable
+
+__all__ = ["Entry", "NameTable"]
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+\-]{0,127}")
+_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_HERE = "this process"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A row as it is listed. Nothing was imported to make it.
+
+    ``state``: ready, broken, conflict, incompatible, disabled, stale, or not installed.
+    ``value`` is ``module:Class``. ``install`` is the pip line where one is known.
+    """
+
+    name: str
+    value: str
+    distribution: str
+    version: str
+    state: str
+    error: str = ""
+    install: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Local:
+    """A registration made in this process; ``row`` is the plugin that made it, if one did."""
+
+    value: object
+    override: bool
+    row: Row | None
+
+    @property
+    def path(self) -> str:
+        """``module:Class`` of the value."""
+        if isinstance(self.value, str):
+            return self.value
+        module = getattr(self.value, "__module__", "?")
+        return f"{module}:{getattr(self.value, '__qualname__', type(self.value).__name__)}"
+
+    @property
+    def origin(self) -> str:
+        """Where it comes from, for people."""
+        where = self.row.distribution + " " + self.row.version if self.row else _HERE
+        return f"{where} ({self.path})"
+
+
+class NameTable:
+    """Names of one kind, and the classes they stand for.
+
+    Args:
+        kind: the table's own name: ``loaders``.
+        group: the entry-point group that fills it.
+        noun: what a name is, for errors: ``load format``.
+        base: ``module:Class`` that values must derive from; None to accept any object.
+    """
+
+    def __init__(self, kind: str, group: str, noun: str, base: str | None = None) -> None:
+        self.kind = kind
+        self.group = group
+        self.noun = noun
+        self.base = base
+        self._local: dict[str, _Local] = {}
+        self._lock = threading.RLock()
+
+    def __repr__(self) -> str:
+        return f"NameTable({self.kind!r}, {len(self.names())} names)"
+
+    def register(self, name: str, value: object, *, override: bool = False) -> None:
+        """Give ``name`` to a class, or to the class at ``"module:Class"``, in this process.
+
+        Raises:
+            OptionError: no usable name, or no usable value.
+            ConflictError: another value or an installed distribution has it; ``override`` wins.
+        """
+        self._check_registration(name, value)
+        new = _Local(value, override, current_origin())
+        with self._lock:
+            old = self._local.get(name)
+            if not override:
+                claims = [old.origin] if old and not _same(old.path, new.path) else []
+                if old is None or not old.override:
+                    rows = self._rows(name)
+                    claims += [row.origin for row in rows if not _same(row.value, new.path)]
+                if claims:
+                    raise self._conflict(name, [*claims, new.origin])
+                if old is not None and old.override:
+                    new = _Local(value, True, new.row)
+            self._local[name] = new
+        on_undo(lambda: self._restore(name, new, old))
+
+    def lookup(self, name: str) -> object:
+        """The class ``name`` stands for; imports that one and no other.
+
+        Raises:
+            UnknownNameError: nobody has it: names the nearest, and what is installed.
+            NotInstalledError: it is known, and its distribution is missing: says the pip line.
+            ConflictError: two distributions claim it: names both.
+            PluginError: its import failed; chained to the cause.
+        """
+        found = self._find(name)
+        if found is None:
+            from loadkit import plugins
+
+            plugins.load()
+            found = self._find(name)
+        if found is None:
+            raise self.missing(name)
+        if isinstance(found, Row):
+            return self._checked(load_row(found), found)
+        if isinstance(found.value, str):
+            row = found.row or Row(self.group, name, found.value, _HERE, "")
+            value = found.value
+            return self._checked(guarded(row, lambda: import_value(value), "importing it"), row)
+        return found.value
+
+    def names(self) -> list[str]:
+        """Every name that can be looked up now, sorted. Imports nothing."""
+        ready = {row.name for row in index().of_group(self.group) if row.state == "ready"}
+        return sorted(ready | set(self._local))
+
+    def entries(self) -> list[Entry]:
+        """Every name with where it comes from and its state, sorted; broken ones too."""
+        found = [self._entry(row) for row in index().of_group(self.group) if not self._hides(row)]
+        for name, local in sorted(self._local.items()):
+            row = next((r for r in self._rows(name) if _same(r.value, local.path)), local.row)
+            if row is None or row.group != self.group:
+                where = (row.distribution, row.version) if row else (_HERE, "")
+                found.append(Entry(name, local.path, *where, "ready"))
+        present = {entry.name for entry in found}
+        for name, known in KNOWN.get(self.kind, {}).items():
+            if name not in present:
+                line = pip_line(known.extra)
+                found.append(Entry(name, "", known.distribution, "", "not installed", "", line))
+        return sorted(found, key=lambda entry: (entry.name, entry.distribution))
+
+    def missing(self, name: str) -> LoadkitError:
+        """The error for a name that nobody has."""
+        shown = printable(name, 100)
+        notes = [f"'{shown}': {row.problem}" for row in self._rows(name, usable=False)]
+        notes += index().duplicates
+        detail = {"asked": shown, "installed": self.names(), "notes": notes}
+        known = KNOWN.get(self.kind, {}).get(name)
+        told = f"; {'; '.join(notes)}" if notes else ""
+        if known is not None:
+            return NotInstalledError(
+                f"{self.noun} '{shown}' comes with {known.distribution}, which is not "
+                f"installed{told}",
+                detail={**detail, "distribution": known.distribution, "extra": known.extra},
+                hint=pip_line(known.extra),
+            )
+        near = nearest(name, {*self.names(), *KNOWN.get(self.kind, {})})
+        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+        names = self.names()
+        listed = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if names[20:] else "")
+        failed = sorted({failure.row.origin for failure in failures()})
+        told += f"; these plugins failed: {', '.join(failed)}" if failed else ""
+        return UnknownNameError(
+            f"no {self.noun} '{shown}'{hint}; installed: {listed or 'none'}{told}",
+            detail={**detail, "nearest": near},
+        )
+
+    def exportable(self) -> dict[str, str]:
+        """This process's registrations that another process can repeat: name -> module:Class."""
+        found = {name: local.path for name, local in self._local.items()}
+        return {
+            name: path
+            for name, path in found.items()
+            if _PATH.fullmatch(path) and not path.startswith("__main__:") and "<" not in path
+        }
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _find(self, name: str) -> _Local | Row | None:
+        """The one registration or row of a name, or None; imports nothing."""
+        if name == "auto" and self.kind in ("loaders", "readers"):
+            raise UsageError(f"'auto' is a decision of a load, not a {self.noun} by itself")
+        installed = index()
+        installed.check_allowed()
+        local = self._local.get(name)
+        rows = self._rows(name)
+        if local is not None:
+            others = [row.origin for row in rows if not _same(row.value, local.path)]
+            if others and not local.override:
+                raise self._conflict(name, [*others, local.origin])
+            return local
+        if len(rows) > 1:
+            raise self._conflict(name, [row.origin for row in rows])
+        if rows:
+            return rows[0]
+        broken = [row for row in self._rows(name, usable=False) if row.state == "broken"]
+        return broken[0] if broken else None
+
+    def _rows(self, name: str, *, usable: bool = True) -> list[Row]:
+        rows = index().by_name.get((self.group, name), [])
+        return [row for row in rows if (row.state == "ready") is usable]
+
+    def _hides(self, row: Row) -> bool:
+        """Whether an override of this process took a row's name."""
+        local = self._local.get(row.name)
+        return local is not None and local.override and not _same(local.path, row.value)
+
+    def _entry(self, row: Row) -> Entry:
+        state, problem = row.state, row.problem
+        if state == "ready":
+            failed = next((each for each in failures() if each.row == row), None)
+            if len(self._rows(row.name)) > 1:
+                others = [each.origin for each in self._rows(row.name) if each != row]
+                state, problem = "conflict", f"{', '.join(others)} claims the name too"
+            elif failed is not None:
+                cause = f"{type(failed.error).__name__}: {printable(failed.error)}"
+                state, problem = "broken", cause
+            elif mismatched := mismatch(row):
+                state, problem = "incompatible", mismatched
+        return Entry(row.name, row.value, row.distribution, row.version, state, problem)
+
+    def _conflict(self, name: str, origins: list[str]) -> ConflictError:
+        return ConflictError(
+            f"{self.noun} '{printable(name, 100)}' is claimed by {' and by '.join(origins)}",
+            detail={"name": name, "claims": origins},
+            hint="uninstall one, name one in LOADKIT_DISABLE_PLUGINS, or register with "
+            "override=True",
+        )
+
+    def _restore(self, name: str, new: _Local, old: _Local | None) -> None:
+        """Undo a registration, if it still stands."""
+        with self._lock:
+            if self._local.get(name) is new:
+                del self._local[name]
+                if old is not None:
+                    self._local[name] = old
+
+    def _check_registration(self, name: object, value: object) -> None:
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise OptionError(f"{printable(repr(name), 80)} cannot be the name of a {self.noun}")
+        if name == "auto" and self.kind in ("loaders", "readers"):
+            raise OptionError(f"'auto' is a decision, never a {self.noun}")
+        if isinstance(value, str):
+            if not _PATH.fullmatch(value):
+                raise OptionError(
+                    f"{self.noun} {name!r} is registered as {printable(repr(value), 80)}; "
+                    "accepted: a class, or 'module:Class'"
+                )
+        elif problem := self._unfit(value):
+            raise OptionError(f"{self.noun} {name!r} is registered as {problem}")
+
+    def _unfit(self, value: object) -> str | None:
+        """Why an object cannot be a value of this table, or None."""
+        if self.base is None:
+            return None
+        module, _, name = self.base.partition(":")
+        base = getattr(sys.modules.get(module), name, None)
+        if isinstance(value, type) and isinstance(base, type) and issubclass(value, base):
+            return None
+        return f"{printable(repr(value), 80)}, which is no subclass of {name}"
+
+    def _checked(self, value: object, row: Row) -> object:
+        problem = self._unfit(value)
+        if problem:
+            raise PluginError(f"{row.name!r} of {row.origin} cannot be used: it is {problem}")
+        return value
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two paths are one class: a package may re-export it from a module of its own."""
+    (module, _, name), (module2, _, name2) = one.partition(":"), other.partition(":")
+    same_module = module == module2
+    same_package = module.split(".")[0] == module2.split(".")[0] != "__main__"
+    return name == name2 and (same_module or same_package)
