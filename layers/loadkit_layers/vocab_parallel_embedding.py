@@ -63,8 +63,6 @@ class VocabParallelEmbedding(torch.nn.Module):
         num_padding_rows: the rank's rows that no token of V owns.
     """
 
-    bias: torch.Tensor | None
-
     def __init__(
         self,
         num_embeddings: int,
@@ -204,6 +202,8 @@ class ParallelLMHead(VocabParallelEmbedding):
         bias: add a bias [V], cut and padded like the rows.
         **base: as ``VocabParallelEmbedding``.
     """
+
+    bias: torch.Tensor | None
 
     def __init__(
         self,
