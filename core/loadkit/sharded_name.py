@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Self
 
-__all__ = ["Packed", "ShardedName"]
+from loadkit.packed_modules import Packed
 
-# part's module name -> (fused module's name, shard id), one for each fused module it is in
-Packed = Mapping[str, tuple[tuple[str, Any], ...]]
+__all__ = ["ShardedName"]
 
 
 class ShardedName(str):

@@ -1,0 +1,300 @@
+"""``AutoWeightsLoader``: walks a module tree and gives every checkpoint tensor to its parameter.
+
+Names are grouped by their first component at each module, so the work is linear in the names. A
+child with a ``load_weights`` of its own gets its tensors under names relative to it, once, whatever
+order they came in (a stream of tensors in memory is passed on as it comes instead: then such a
+child is called for each run of neighbours). Everything else ends at a parameter's
+``weight_loader``, or ``default_weight_loader``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from loadkit.errors import WeightLoadError
+from loadkit.ignored_weights import IgnoredWeights, harmless_reason
+from loadkit.packed_modules import Packed, invert_packed
+from loadkit.sharded_name import ShardedName
+from loadkit.text import nearest, printable
+from loadkit.tracing import report_misfit
+from loadkit.weight_errors import Unplaced, describe_failure, file_of, ranks_of, unplaced_error
+from loadkit.weight_loaders import default_weight_loader
+
+if TYPE_CHECKING:
+    from loadkit.mapper import WeightsMapper
+
+__all__ = ["AutoWeightsLoader"]
+
+log = logging.getLogger("loadkit")
+
+Item = tuple[ShardedName, torch.Tensor]
+
+
+class AutoWeightsLoader:
+    """Loads weights into a module by their names.
+
+    Args:
+        module: where they go. Its own ``load_weights`` is not called, its descendants' are.
+        skip_prefixes: tensors whose mapped name begins with one of these (whole components) are
+            left out, with a report.
+        skip_substrs: the same for names that contain one of these, as plain text.
+        ignore_unexpected_prefixes: such a tensor may be without a place (whole components).
+        ignore_unexpected_suffixes: the same for names that end so, as plain text.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        skip_prefixes: Sequence[str] | None = (),
+        skip_substrs: Sequence[str] | None = (),
+        ignore_unexpected_prefixes: Sequence[str] | None = (),
+        ignore_unexpected_suffixes: Sequence[str] | None = (),
+    ) -> None:
+        self.module = module
+        self.skip_prefixes = tuple(skip_prefixes or ())
+        self.skip_substrs = tuple(skip_substrs or ())
+        self.ignore_unexpected_prefixes = tuple(ignore_unexpected_prefixes or ())
+        self.ignore_unexpected_suffixes = tuple(ignore_unexpected_suffixes or ())
+        self._ignored = IgnoredWeights(getattr(module, "ignored_weights", None) or ())
+        self._unplaced: list[Unplaced] = []
+        self._gather = self._packs = False
+        self._base = 0  # characters of the path from the outermost module to ours
+
+    def load_weights(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        *,
+        mapper: WeightsMapper | None = None,
+    ) -> set[str]:
+        """Place every tensor; returns the names of the parameters and buffers that took one.
+
+        Without stacked rules in ``mapper``, a class's ``packed_modules_mapping`` says which
+        modules are parts of a fused one.
+
+        Raises:
+            WeightLoadError: UNEXPECTED_TENSOR, tensors without a place (unless a recorder takes
+                them: then the walk goes on); else a weight loader failed: with tensor, parameter,
+                shard, shapes, dtypes and ranks.
+        """
+        self._gather = isinstance(weights, Collection)
+        self._packs = mapper is None or not mapper.stacks
+        self._unplaced = []
+        if mapper is not None:
+            weights = mapper.apply(weights)
+        items = self._started(weights)
+        first = next(items, None)
+        if first is None:
+            return set()
+        # A lazy tensor holds no memory, so all of them may be held until their group is whole.
+        self._gather = self._gather or hasattr(first[1], "lazy_storage")
+        self._base = len(first[0].prefix)
+        everything = itertools.chain([first], items)
+        loaded = set(self._walk(self.module, first[0].prefix, everything, first[0].packed))
+        if self._unplaced:
+            raise unplaced_error(self.module, self._unplaced)
+        return loaded
+
+    def _started(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Item]:
+        """The tensors that are not skipped, under names that carry their way."""
+        for text, tensor in weights:
+            name = text if isinstance(text, ShardedName) else ShardedName(text)
+            if any(_begins(name, prefix) for prefix in self.skip_prefixes):
+                _skip(name, "its name begins with one of skip_prefixes")
+            elif any(part in name for part in self.skip_substrs):
+                _skip(name, "its name contains one of skip_substrs")
+            else:
+                yield name, tensor
+
+    def _walk(
+        self, module: torch.nn.Module, prefix: str, items: Iterable[Item], packed: Packed | None
+    ) -> Iterator[str]:
+        """Place tensors below ``module``; ``prefix`` is its path from the outermost module."""
+        if getattr(module, "is_missing_layer", False):
+            for name, _ in items:
+                _skip(name, "its layer belongs to another pipeline stage")
+            return
+        if self._packs and (mapping := getattr(module, "packed_modules_mapping", None)):
+            packed = {**(packed or {}), **invert_packed(mapping)}
+        for head, group in self._groups(items):
+            target: torch.Tensor | None = module._parameters.get(head)
+            target = module._buffers.get(head) if target is None else target
+            if (child := module._modules.get(head)) is not None:
+                yield from self._enter(child, f"{prefix}{head}.", group, packed)
+            elif target is not None:
+                yield from self._leaf(module, head, target, group)
+            elif found := _fused(module, head, packed):
+                fused, shard_id, child = found
+                moved = _renamed(group, head, fused, shard_id)
+                yield from self._enter(child, f"{prefix}{fused}.", moved, packed)
+            else:
+                for name, tensor in group:
+                    self._misplaced(module, name, tensor, packed)
+
+    def _groups(self, items: Iterable[Item]) -> Iterator[tuple[str, Iterable[Item]]]:
+        """Tensors by the first component of their names: all of each, or runs of neighbours."""
+        if not self._gather:
+            yield from itertools.groupby(items, key=lambda item: item[0].partition(".")[0])
+            return
+        groups: dict[str, list[Item]] = {}
+        for item in items:
+            groups.setdefault(item[0].partition(".")[0], []).append(item)
+        yield from groups.items()
+
+    def _enter(
+        self, child: torch.nn.Module, prefix: str, group: Iterable[Item], packed: Packed | None
+    ) -> Iterator[str]:
+        """Go on in a child, by its own ``load_weights`` if it has one."""
+        inner = self._inner(prefix, group, packed)
+        load = getattr(child, "load_weights", None)
+        missing = getattr(child, "is_missing_layer", False)
+        if not callable(load) or missing or child is self.module:
+            yield from self._walk(child, prefix, inner, packed)
+            return
+        loaded = load(list(inner) if self._gather else inner)
+        if loaded is None:
+            log.debug("%s.load_weights does not say what it loaded", type(child).__name__)
+        for name in loaded or ():
+            yield prefix[self._base :] + name
+
+    def _inner(self, prefix: str, group: Iterable[Item], packed: Packed | None) -> Iterator[Item]:
+        """A child's tensors, under names relative to it."""
+        for name, tensor in group:
+            rest = name.partition(".")[2]
+            if not rest:
+                why = f"'{printable(name.path)}' is a module, not a parameter"
+                self._unplaced_at(name, tensor, why)
+                continue
+            new = ShardedName(rest, like=name)
+            new.prefix, new.packed = prefix, packed
+            yield new, tensor
+
+    def _leaf(
+        self, module: torch.nn.Module, head: str, target: torch.Tensor, group: Iterable[Item]
+    ) -> Iterator[str]:
+        """Load tensors into one parameter or buffer."""
+        computed = head in module._non_persistent_buffers_set
+        for name, tensor in group:
+            if name != head:
+                why = f"'{printable(name.prefix + head)}' is a parameter and has no members"
+                self._unplaced_at(name, tensor, why)
+            elif computed and (reason := harmless_reason(name.checkpoint_name, tensor.shape)):
+                _skip(name, reason)
+            elif self._load(name, tensor, target):
+                yield name.path[self._base :]
+
+    def _load(self, name: ShardedName, tensor: torch.Tensor, target: torch.Tensor) -> bool:
+        """Run a weight loader on one tensor; False if a recorder took its failure."""
+        loader = getattr(target, "weight_loader", default_weight_loader)
+        shard = () if name.shard_id is None else (name.shard_id,)
+        try:
+            loader(target, tensor, *shard)
+        except MemoryError:
+            raise
+        except Exception as cause:  # whatever a third party raises is wrapped once
+            ranks = ranks_of(self.module, target)
+            error = describe_failure(cause, name=name, param=target, loaded=tensor, ranks=ranks)
+            if isinstance(error, WeightLoadError) and report_misfit(
+                "SHAPE",
+                name=name.checkpoint_name,
+                target=name.path,
+                message=error.message,
+                hint=error.hint,
+            ):
+                return False
+            if error is cause:
+                raise
+            raise error from cause
+        return True
+
+    def _misplaced(
+        self,
+        module: torch.nn.Module,
+        name: ShardedName,
+        tensor: torch.Tensor,
+        packed: Packed | None,
+    ) -> None:
+        """A tensor whose first component is nothing in ``module``."""
+        head, dot, rest = name.partition(".")
+        where = f"'{printable(name.prefix[:-1])}'" if name.prefix else type(module).__name__
+        members = {**module._modules, **module._parameters, **module._buffers}
+        here = sorted(key for key, value in members.items() if value is not None)
+        here += sorted(part for part in packed or () if _fused(module, part, packed))
+        if head in members:
+            why = f"{where} is made without {head!r}"
+        else:
+            shown = ", ".join(here[:12]) + (", ..." if len(here) > 12 else "")
+            why = f"{where} has no '{printable(head)}'; it has {shown or 'nothing'}"
+        near = [name.prefix + one + dot + rest for one in nearest(head, here)]
+        self._unplaced_at(name, tensor, why, here, near)
+
+    def _unplaced_at(
+        self,
+        name: ShardedName,
+        tensor: torch.Tensor,
+        why: str,
+        available: Sequence[str] = (),
+        near: Sequence[str] = (),
+    ) -> None:
+        """A tensor without a place: left out by a rule, else reported, else kept for the error."""
+        if reason := self._excuse(name, tensor):
+            _skip(name, reason)
+            return
+        message = f"tensor '{printable(name.checkpoint_name)}' has no place: {why}"
+        hint = "nearest: " + ", ".join(f"'{printable(one)}'" for one in near) if near else None
+        if report_misfit(
+            "UNEXPECTED", name=name.checkpoint_name, target=name.path, message=message, hint=hint
+        ):
+            return
+        self._unplaced.append(
+            Unplaced(name, message, hint, tuple(available), tuple(near), file_of(tensor))
+        )
+        if not self._gather:
+            raise unplaced_error(self.module, self._unplaced)
+
+    def _excuse(self, name: ShardedName, tensor: torch.Tensor) -> str | None:
+        """Why a tensor may be without a place, or None."""
+        relative = name.path[self._base :]
+        for text in (name.checkpoint_name, name.path):
+            reason = self._ignored.reason(text, tensor.shape) or harmless_reason(text, tensor.shape)
+            if reason:
+                return reason
+        if any(_begins(relative, prefix) for prefix in self.ignore_unexpected_prefixes):
+            return "it has no place, and begins with one of ignore_unexpected_prefixes"
+        if relative.endswith(self.ignore_unexpected_suffixes):
+            return "it has no place, and ends with one of ignore_unexpected_suffixes"
+        return None
+
+
+def _begins(name: str, prefix: str) -> bool:
+    """Whether whole leading components of ``name`` are ``prefix``."""
+    prefix = prefix.removesuffix(".")
+    return name.startswith(prefix) and name[len(prefix) :][:1] in ("", ".")
+
+
+def _fused(
+    module: torch.nn.Module, head: str, packed: Packed | None
+) -> tuple[str, Any, torch.nn.Module] | None:
+    """The fused module in ``module`` that ``head`` is a part of: its name, the shard id, itself."""
+    for fused, shard_id in (packed or {}).get(head, ()):
+        child = module._modules.get(fused)
+        if child is not None:
+            return fused, shard_id, child
+    return None
+
+
+def _renamed(group: Iterable[Item], head: str, fused: str, shard_id: Any) -> Iterator[Item]:
+    """Tensors of a part, under the name of the fused module and with the shard id."""
+    for name, tensor in group:
+        yield ShardedName(fused + name[len(head) :], shard_id, like=name), tensor
+
+
+def _skip(name: ShardedName, reason: str) -> None:
+    """Put a tensor that is left out on the list."""
+    report_misfit("SKIPPED", name=name.checkpoint_name, target=name.path, message=reason)
+    log.debug("tensor '%s' is left out: %s", printable(name.checkpoint_name), reason)
