@@ -1,0 +1,188 @@
+"""Checkpoints to measure on, written in a stream and kept under .cache/bench."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "FULL",
+    "MANY",
+    "SMALL",
+    "TOY",
+    "Llama",
+    "clear",
+    "sparse",
+    "with_architecture",
+    "written",
+]
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+CACHE = ROOT / ".cache" / "bench"
+BLOCK = 8 << 20  # bytes of random numbers that every tensor is cut from
+
+
+@dataclass(frozen=True)
+class Llama:
+    """Sizes of a made-up Llama in bfloat16 with tied embeddings."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    files: int
+
+    def config(self) -> dict[str, Any]:
+        """Its config.json."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": self.hidden,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "num_hidden_layers": self.layers,
+            "intermediate_size": self.ffn,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": 2048,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "torch_dtype": "bfloat16",
+            "rope_theta": 10000.0,
+        }
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor, in model order."""
+        from helpers.checkpoints import llama_shapes
+
+        return llama_shapes(
+            layers=self.layers,
+            hidden=self.hidden,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            ffn=self.ffn,
+            vocab=self.vocab,
+            head=False,
+        )
+
+
+FULL = Llama("llama-6g", 28, 3072, 24, 8, 8192, 128256, 5)  # 254 tensors, 5.98 GiB
+SMALL = Llama("llama-small", 14, 1280, 20, 4, 3584, 16384, 3)  # 128 tensors, 0.51 GiB
+TOY = Llama("llama-toy", 2, 64, 4, 2, 96, 256, 2)  # to have lazy imports done
+MANY = Llama("llama-many", 2222, 64, 4, 2, 96, 256, 8)  # 20,000 tensors
+
+
+def written(model: Llama) -> Path:
+    """The folder of a checkpoint with real numbers; written if it is not there."""
+    folder = CACHE / model.name
+    if (folder / "config.json").is_file():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    block = _block()
+    weight_map: dict[str, str] = {}
+    at = 0
+    for file, tensors in _files(model):
+        with (folder / file).open("wb") as out:
+            header = _header(tensors)
+            out.write(struct.pack("<Q", len(header)) + header)
+            for shape in tensors.values():
+                at = _write(out, block, at, 2 * math.prod(shape))
+        weight_map |= dict.fromkeys(tensors, file)
+    _finish(folder, model, weight_map)
+    return folder
+
+
+def sparse(model: Llama, layers: int) -> Path:
+    """A checkpoint of ``layers`` layers whose data are holes: for measuring plans."""
+    from helpers.checkpoints import sparse_safetensors
+
+    folder = CACHE / f"{model.name}-{layers}"
+    if (folder / "config.json").is_file():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    sized = Llama(**{**model.__dict__, "layers": layers})
+    weight_map: dict[str, str] = {}
+    for file, tensors in _files(sized):
+        sparse_safetensors(folder / file, {name: ("BF16", s) for name, s in tensors.items()})
+        weight_map |= dict.fromkeys(tensors, file)
+    _finish(folder, sized, weight_map)
+    return folder
+
+
+def with_architecture(folder: Path, architecture: str) -> Path:
+    """The same files (hard links) in a folder whose config names another architecture."""
+    other = folder.with_name(f"{folder.name}-{architecture}")
+    other.mkdir(exist_ok=True)
+    for path in folder.iterdir():
+        link = other / path.name
+        if path.name != "config.json" and not link.exists():
+            link.hardlink_to(path)
+    config = json.loads((folder / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
+    return other
+
+
+def clear() -> None:
+    """Delete every generated checkpoint."""
+    shutil.rmtree(CACHE, ignore_errors=True)
+
+
+def _files(model: Llama) -> Iterator[tuple[str, dict[str, tuple[int, ...]]]]:
+    """File names and their tensors: dealt by bytes in model order, sorted by name within."""
+    shapes = model.shapes()
+    total = sum(math.prod(shape) for shape in shapes.values())
+    parts: list[dict[str, tuple[int, ...]]] = [{} for _ in range(model.files)]
+    before = 0
+    for name, shape in shapes.items():
+        parts[min(model.files - 1, before * model.files // total)][name] = shape
+        before += math.prod(shape)
+    for number, part in enumerate(parts, 1):
+        yield f"model-{number:05d}-of-{model.files:05d}.safetensors", dict(sorted(part.items()))
+
+
+def _header(tensors: Mapping[str, tuple[int, ...]]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in tensors.items():
+        start, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
+    body = json.dumps(header, separators=(",", ":")).encode()
+    return body + b" " * (-len(body) % 8)
+
+
+def _block() -> memoryview:
+    """Random finite bfloat16 numbers, about 0.02 wide."""
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    numbers = 0.02 * torch.randn(BLOCK // 2, generator=generator)
+    return memoryview(numbers.to(torch.bfloat16).view(torch.uint8).numpy())
+
+
+def _write(out: Any, block: memoryview, at: int, nbytes: int) -> int:
+    """Write ``nbytes`` bytes of the block from ``at`` on, round and round; where it ended.
+
+    The block's length and every tensor's are even, so numbers stay whole; each tensor starts
+    elsewhere, a prime further.
+    """
+    while nbytes:
+        piece = block[at : at + nbytes]
+        out.write(piece)
+        nbytes -= len(piece)
+        at = (at + len(piece)) % BLOCK
+    return (at + 2 * 7919) % BLOCK
+
+
+def _finish(folder: Path, model: Llama, weight_map: Mapping[str, str]) -> None:
+    index = {"metadata": {}, "weight_map": dict(weight_map)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text(json.dumps(model.config()))
