@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import torch
 
+from loadkit.tracing.lazy_tensor import leaf_names
 from loadkit.tracing.program import Const, Expr, Filled, Missing, resolve_region, walk
 from loadkit.tracing.storage import Fill, FileLeaf, GeneratedLeaf, Operation, Storage, Value, Write
 from loadkit.tracing.view import DISJOINT, View, relate
@@ -88,20 +89,19 @@ def overlaps(storage: Storage) -> Iterator[Overlap]:
     data = [w for w in storage.writes if _is_data(w)]
     if len(data) < 2:
         return
+    names = [leaf_names(w.value) for w in data if not isinstance(w.value, Fill)]
     spans = sorted(((*w.view.span(), i) for i, w in enumerate(data)))
     if all(a[1] <= b[0] for a, b in pairwise(spans)):
         return
     for j, second in enumerate(data):
         if _reads(second, storage):
             continue
-        for first in data[:j]:
-            if first.tensor != second.tensor and _touch(first, second):
+        for i, first in enumerate(data[:j]):
+            if names[i] != names[j] and _touch(first, second):
                 yield Overlap(first, second)
 
 
 def _is_data(write: Write) -> bool:
-    from loadkit.tracing.lazy_tensor import leaf_names
-
     return (
         not isinstance(write.value, Fill)
         and write.view.numel > 0

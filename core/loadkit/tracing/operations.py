@@ -256,8 +256,7 @@ def record(
 ) -> None:
     """Append one write to the target's storage."""
     storage = target.lazy_storage if isinstance(target, LazyTensor) else track(target, recorder)
-    tensor = recorder.current if recorder is not None else None
-    storage.writes.append(Write(view_of(target), target.dtype, value, tensor, mask))
+    storage.writes.append(Write(view_of(target), target.dtype, value, mask))
 
 
 @cache

@@ -8,7 +8,7 @@ a write of a lazy tensor from any other thread is an error. One recording at a t
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -83,6 +83,10 @@ class Recorder:
         self.misfits: list[Misfit] = []
         self.data_reads: list[DataRead] = []
         self.yielded: list[str] = []
+        self.refused: frozenset[str] = frozenset()
+        self.opaque: frozenset[str] = frozenset()
+        self.opaque_bytes: dict[str, int] = {}
+        self.real_of: Callable[[LazyTensor], torch.Tensor] | None = None
         self.lock = threading.RLock()
         self._storages: dict[int, Storage] = {}
         self._threads: set[int] = set()
@@ -186,10 +190,18 @@ class Recorder:
     def observe(
         self, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pass weights on, noting which one is being loaded; real ones become opaque constants."""
+        """Pass weights on, noting which one is being loaded.
+
+        Names in ``refused`` are left out; those in ``opaque`` come as real data (``real_of``), and
+        real tensors are opaque constants.
+        """
         for name, tensor in weights:
-            self.current = name
             self.yielded.append(name)
+            if name in self.refused:
+                continue
+            self.current = name
+            if isinstance(tensor, LazyTensor) and name in self.opaque and self.real_of:
+                tensor = self.real_of(tensor)
             if not isinstance(tensor, LazyTensor):
                 self._note_real(name, tensor)
             yield name, tensor
@@ -200,6 +212,7 @@ class Recorder:
         if isinstance(storage.base, Constant):
             storage.base = Constant(storage.base.flat, name)
         self._storages[tensor.untyped_storage()._cdata] = storage
+        self.opaque_bytes[name] = tensor.numel() * tensor.dtype.itemsize
 
     def _take_misfit(
         self,

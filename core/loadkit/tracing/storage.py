@@ -153,14 +153,13 @@ _sequence = itertools.count()
 class Write:
     """``value`` (of the view's size) was copied, cast to ``dtype``, into ``view``.
 
-    ``mask`` restricts it: the elements (flat bool over the view) that were really written.
-    ``tensor`` is the checkpoint tensor being loaded at the time, ``seq`` the global order.
+    ``mask`` restricts it: the elements (flat bool over the view) that were really written. ``seq``
+    is the global order.
     """
 
     view: View
     dtype: torch.dtype
     value: Value | Fill
-    tensor: str | None
     mask: torch.Tensor | None = None
     seq: int = field(default_factory=lambda: next(_sequence))
 

@@ -1,0 +1,136 @@
+"""``BaseModelLoader``: one per load format. A loader overrides a step, never the line."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from loadkit.errors import UnknownNameError
+from loadkit.name_hints import strip_wrappers
+from loadkit.options import OptionSpec, validate_extra_config
+from loadkit.tracing.recorder import active_recorder
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from loadkit.config import LoadConfig, LoadkitConfig, ModelConfig
+    from loadkit.parallel_config import ParallelConfig
+    from loadkit.sources.base import Source
+
+__all__ = ["BaseModelLoader", "get_model", "get_model_loader"]
+
+
+class BaseModelLoader(ABC):
+    """Turns a source's files into named tensors and hands them to a model.
+
+    Subclasses implement ``load_weights`` (usually ``model.load_weights(self.get_all_weights(...))``)
+    and ``catalogue``, which yields lazy tensors from headers alone. A loader without a catalogue
+    may still call ``model.load_weights`` with real tensors: placement is traced all the same, and
+    the plan says ``OPAQUE_LOADER``.
+
+    Attributes:
+        options: the keys of ``LoadConfig.model_loader_extra_config`` that it accepts.
+        source: the open source, set before any other call.
+        parallel: which rank is loaded.
+        files: names of the weight files it reads.
+        skipped_files: files that were not used, with the reason.
+        skipped_tensors: tensors of the files that are not offered to the model, with the reason.
+    """
+
+    options: ClassVar[Mapping[str, OptionSpec]] = {}
+    opaque: ClassVar[bool] = False
+    needs_source: ClassVar[bool] = True
+
+    source: Source
+    parallel: ParallelConfig
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        self.load_config = load_config
+        self.extra_config = validate_extra_config(
+            self.options, load_config.model_loader_extra_config, load_config.load_format
+        )
+        self.files: list[str] = []
+        self.skipped_files: dict[str, str] = {}
+        self.skipped_tensors: dict[str, str] = {}
+
+    @classmethod
+    def read_model_config(
+        cls, source: Source, load_config: LoadConfig, **options: Any
+    ) -> ModelConfig:
+        """What the checkpoint says it is. Formats that carry their config override this."""
+        from loadkit.model_config import ModelConfig
+
+        return ModelConfig.from_source(source, load_config=load_config, **options)
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """Make the checkpoint's files available; nothing to do where they already are."""
+
+    @abstractmethod
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        """Give the checkpoint's tensors to the model."""
+
+    def catalogue(self, model_config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor of the checkpoint as (name, LazyTensor), in file order. Reads headers only.
+
+        Raises:
+            NotImplementedError: this loader has none (its rows are opaque).
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no catalogue")
+
+    def get_all_weights(
+        self, model_config: ModelConfig, model: nn.Module
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The catalogue as the model takes it: wrapper components removed, the plan looking on."""
+        weights = list(self.catalogue(model_config))
+        parts = {part for name, _ in model.named_modules() for part in name.split(".")}
+        renamed = strip_wrappers([name for name, _ in weights], parts)
+        recorder = active_recorder()
+        named = ((renamed.get(name, name), tensor) for name, tensor in weights)
+        return iter(named) if recorder is None else recorder.observe(named)
+
+    def load_model(self, config: LoadkitConfig, prefix: str = "") -> nn.Module:
+        """The whole line for one model: build, plan, read, finish.
+
+        Args:
+            config: the bundle; its ``parallel_config`` says which rank.
+            prefix: put before the module names that layers are told.
+
+        Raises:
+            LoadkitError: whatever stands against the load.
+        """
+        from loadkit.loader import run_line
+        from loadkit.resolve import job_for_loader
+
+        return run_line(job_for_loader(self, config, prefix)).model
+
+
+def get_model_loader(load_config: LoadConfig) -> BaseModelLoader:
+    """The loader of ``load_config.load_format``.
+
+    Raises:
+        UnknownNameError: no such load format; names the nearest and what is installed.
+        NotInstalledError: a known one whose distribution is missing; says the pip line.
+        PluginError: its plugin failed to import.
+    """
+    from loadkit import tables
+
+    if load_config.load_format == "auto":
+        raise UnknownNameError(
+            "load_format 'auto' is decided from the source's files: use loadkit.load, or name one "
+            f"of {', '.join(tables.loaders.names())}"
+        )
+    loader_class: Any = tables.loaders.lookup(load_config.load_format)
+    loader: BaseModelLoader = loader_class(load_config)
+    return loader
+
+
+def get_model(config: LoadkitConfig, prefix: str = "") -> nn.Module:
+    """The model that a bundle describes, loaded: ``get_model_loader`` and ``load_model``."""
+    from loadkit.resolve import resolve_config
+
+    job = resolve_config(config, prefix)
+    from loadkit.loader import run_line
+
+    return run_line(job).model

@@ -1,0 +1,154 @@
+"""Step 2: the model on meta. Parameters take no memory, buffers are real."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from loadkit.errors import ModelError
+from loadkit.tracing.recorder import Recorder
+
+if TYPE_CHECKING:
+    from loadkit.config import LoadkitConfig
+    from loadkit.resolve import Job
+
+__all__ = [
+    "Built",
+    "build",
+    "initialize_model",
+    "parameters_on_meta",
+    "set_default_torch_dtype",
+]
+
+
+@dataclass(eq=False)
+class Built:
+    """A model without weights, and the recorder that saw it being made."""
+
+    model: nn.Module
+    recorder: Recorder
+
+
+def build(job: Job) -> Built:
+    """Construct the job's model; a module the user built is taken as it is.
+
+    Raises:
+        ModelError: the constructor failed, or this parallelism does not fit the model.
+    """
+    recorder = Recorder()
+    if job.module is not None:
+        return Built(job.module, recorder)
+    with recorder, parameters_on_meta():
+        model = initialize_model(job.config, job.model_class, job.prefix)
+    return Built(model, recorder)
+
+
+def initialize_model(config: LoadkitConfig, model_class: type[nn.Module], prefix: str = "") -> nn.Module:
+    """Call a model's constructor, whatever its style, under the model's default dtype.
+
+    New style is ``(*, config, prefix)``. A ``vllm_config`` gets the same bundle. Older styles get
+    what they name of ``config`` (config.json's values), ``quant_config``, ``parallel``,
+    ``cache_config`` (None), ``lora_config`` (None), ``prefix``, and with ``**kwargs`` all of them.
+    """
+    with set_default_torch_dtype(config.model_config.dtype):
+        return model_class(**_arguments(config, model_class, prefix))
+
+
+def _arguments(config: LoadkitConfig, model_class: type[nn.Module], prefix: str) -> dict[str, Any]:
+    parameters = inspect.signature(model_class.__init__).parameters
+    named = set(parameters)
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if "vllm_config" in named:
+        return {"vllm_config": config, "prefix": prefix}
+    old = named & {"quant_config", "cache_config", "lora_config", "hf_config"}
+    if "config" in named and not old:
+        return {"config": config} | ({"prefix": prefix} if "prefix" in named or takes_all else {})
+    offered: dict[str, Any] = {
+        "config": config.model_config.hf_config,
+        "hf_config": config.model_config.hf_config,
+        "quant_config": config.quant_config,
+        "parallel": config.parallel_config,
+        "cache_config": None,
+        "lora_config": None,
+        "prefix": prefix,
+    }
+    given = {key: value for key, value in offered.items() if takes_all or key in named}
+    needed = [
+        name
+        for name, p in parameters.items()
+        if name not in ("self", *given)
+        and p.default is p.empty
+        and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    if needed:
+        raise ModelError(
+            f"{model_class.__module__}:{model_class.__qualname__} wants {', '.join(needed)} to be "
+            "constructed, which a checkpoint does not say",
+            hint="give it __init__(self, *, config, prefix='')",
+        )
+    return given
+
+
+@contextmanager
+def set_default_torch_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """torch's default dtype inside the block. Integer and 8-bit dtypes leave it as it is."""
+    old = torch.get_default_dtype()
+    if dtype.is_floating_point and dtype.itemsize > 1:
+        torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(old)
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Turn every parameter that this thread registers to meta, keeping the object itself.
+
+    Identity, type and attributes stay, so a ``weight_loader`` set before or after is kept, and a
+    parameter registered twice stays one. Buffers are left alone.
+    """
+    original = nn.Module.register_parameter
+    thread = threading.get_ident()
+
+    def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and threading.get_ident() == thread:
+            to_meta(param)
+        original(module, name, param)
+
+    nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def to_meta(param: torch.Tensor) -> None:
+    """Give up a parameter's memory, in place."""
+    if param.device.type == "meta" or isinstance(param, nn.parameter.UninitializedTensorMixin):
+        return
+    data = torch.empty_strided(
+        tuple(param.size()), param.stride(), dtype=param.dtype, device="meta"
+    )
+    swap(param, data)
+
+
+def swap(param: torch.Tensor, data: torch.Tensor) -> None:
+    """Put other data behind a parameter: same object, same type, same attributes."""
+    twin = torch.Tensor._make_subclass(type(param), data, param.requires_grad)
+    twin.__dict__.update(param.__dict__)
+    try:
+        torch.utils.swap_tensors(param, twin)
+    except RuntimeError as error:
+        raise ModelError(
+            f"a parameter of size {list(param.size())} is held in a way that its memory cannot be "
+            f"exchanged: {error}",
+            hint="do not keep views or weak references of parameters in the constructor",
+        ) from error

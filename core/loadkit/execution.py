@@ -1,0 +1,277 @@
+"""What a plan's targets cost and how they are moved: shared by the plan and by the read step.
+
+A target is one parameter (or buffer). Its pieces are moved in one of four ways: *strips* of a file
+straight into its memory, *alias* (its memory is the file's mapping), *fill*, or *compute* (cast,
+arithmetic, transposes: in bounded chunks). The plan counts exactly what the read step will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from loadkit.readers.base import Reader
+from loadkit.sources.base import File
+from loadkit.tracing.coverage import is_kept
+from loadkit.tracing.pairing import Strip, dense_order, pair
+from loadkit.tracing.program import Call, Const, Expr, Filled, Part, Src, walk
+from loadkit.tracing.storage import FileLeaf, Storage
+from loadkit.tracing.view import View
+
+__all__ = ["CHUNK", "Moves", "Target", "chunks", "fetch_strips", "moves_of", "read_cost"]
+
+CHUNK = 8 << 20  # bytes of a target that are computed at once
+
+
+@dataclass(eq=False)
+class Target:
+    """One parameter or buffer to fill, under all of its names.
+
+    ``view`` is its place in ``storage``, ``pieces`` what each region of it is to hold, ``checks``
+    regions whose contents a second tensor must equal (tied weights), with that tensor's name.
+    """
+
+    names: tuple[str, ...]
+    storage: Storage
+    view: View
+    dtype: torch.dtype
+    is_parameter: bool
+    pieces: list[tuple[View, Expr]]
+    checks: list[tuple[View, Expr, str]] = field(default_factory=list)
+    may_alias: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return self.view.numel * self.dtype.itemsize
+
+
+class Moves(NamedTuple):
+    """How a target is filled. ``alias`` is (file, offset, bytes) if it is a view of the file."""
+
+    alias: tuple[FileLeaf, int, int] | None
+    strips: list[tuple[FileLeaf, Strip]]
+    fills: list[tuple[View, Any]]
+    computed: list[tuple[View, Expr]]
+
+
+def moves_of(target: Target, *, direct: bool, alias: bool) -> Moves:
+    """Sort a target's pieces by how they are moved.
+
+    Args:
+        target: what is to be filled.
+        direct: files can be read straight into it (its memory is the host's).
+        alias: its memory may be the file's mapping.
+    """
+    strips: list[tuple[FileLeaf, Strip]] = []
+    fills: list[tuple[View, Any]] = []
+    computed: list[tuple[View, Expr]] = []
+    for view, expr in target.pieces:
+        if is_kept(target.storage, expr):
+            continue
+        if isinstance(expr, Filled):
+            fills.append((view, expr.value))
+            continue
+        found = None
+        if direct and isinstance(expr, Src) and isinstance(expr.leaf, FileLeaf):
+            found = pair(expr.view, view)
+            if found is not None:
+                strips += [(expr.leaf, strip) for strip in found]
+        if found is None:
+            computed.append((view, expr))
+    place = None
+    if alias and target.may_alias and not fills and not computed:
+        place = _one_run(target, strips)
+    return Moves(place, [] if place else strips, fills, computed)
+
+
+def _one_run(target: Target, strips: list[tuple[FileLeaf, Strip]]) -> tuple[FileLeaf, int, int] | None:
+    """The one run of a file that is the whole target, in order, or None."""
+    if not strips or not target.view.is_contiguous():
+        return None
+    if any(s.rows != 1 and not s.row_bytes == s.source_stride == s.target_stride for _, s in strips):
+        return None
+    strips = sorted(strips, key=lambda item: item[1].target)
+    at = target.view.offset * target.dtype.itemsize
+    leaf, first = strips[0]
+    start = place = leaf.info.offset + first.source
+    for item, strip in strips:
+        nbytes = strip.rows * strip.row_bytes
+        if item.info.file is not leaf.info.file:
+            return None
+        if strip.target != at or item.info.offset + strip.source != place:
+            return None
+        at += nbytes
+        place += nbytes
+    if place - start != target.nbytes or start % target.dtype.itemsize:
+        return None
+    return leaf, start, target.nbytes
+
+
+def chunks(view: View, expr: Expr) -> Iterator[tuple[View, Expr]]:
+    """A computed piece in parts of about ``CHUNK`` bytes of target, where it can be cut."""
+    nbytes = view.numel * view.itemsize
+    dim = next((d for d, n in enumerate(view.size) if n > 1), None)
+    if nbytes <= CHUNK or dim is None or not _can_narrow(expr):
+        yield view, expr
+        return
+    length = max(1, view.size[dim] * CHUNK // nbytes)
+    for start in range(0, view.size[dim], length):
+        count = min(length, view.size[dim] - start)
+        part = view.narrow(dim, start, count), narrow(expr, dim, start, count)
+        if length == 1:
+            yield from chunks(*part)
+        else:
+            yield part
+
+
+def _can_narrow(expr: Expr) -> bool:
+    if isinstance(expr, (Src, Filled, Const, Part)):
+        return True
+    return (
+        isinstance(expr, Call)
+        and expr.pointwise
+        and all(
+            _can_narrow(item) and item.size in ((), expr.size) for item in _arguments(expr)
+        )
+        and not any(isinstance(a, (tuple, list)) for a in expr.args)
+    )
+
+
+def _arguments(call: Call) -> Iterator[Expr]:
+    for item in (*call.args, *call.kwargs.values()):
+        if isinstance(item, torch.Tensor):
+            yield Const(item, None)
+        elif isinstance(item, (Src, Filled, Const, Call, Part)) or hasattr(item, "parts"):
+            yield item
+
+
+def narrow(expr: Expr, dim: int, start: int, length: int) -> Expr:
+    """The part ``[start, start + length)`` of dimension ``dim`` of what ``_can_narrow`` allows."""
+    if isinstance(expr, Src):
+        return Src(expr.leaf, expr.view.narrow(dim, start, length), expr.dtype)
+    if isinstance(expr, Const):
+        return Const(expr.tensor.narrow(dim, start, length), expr.source)
+    if isinstance(expr, Part):
+        return Part(expr.call, expr.view.narrow(dim, start, length), expr.dtype)
+    size = (*expr.size[:dim], length, *expr.size[dim + 1 :])
+    if isinstance(expr, Filled):
+        return Filled(expr.value, size, expr.dtype)
+    assert isinstance(expr, Call)
+
+    def cut(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            return item.narrow(dim, start, length) if item.dim() else item
+        if isinstance(item, (Src, Filled, Const, Call, Part)):
+            return narrow(item, dim, start, length) if item.size else item
+        return item
+
+    return Call(
+        expr.func,
+        tuple(cut(item) for item in expr.args),
+        {key: cut(item) for key, item in expr.kwargs.items()},
+        expr.output,
+        size,
+        expr.dtype,
+        pointwise=True,
+    )
+
+
+def fetch_strips(view: View) -> tuple[list[Strip], View]:
+    """How a region of a leaf is read into fresh dense memory: strips, and the view that shows it."""
+    ordered = dense_order(view)
+    if ordered is not None:
+        source, shown = ordered
+        dense = View(source.size, _row_major(source.size), 0, source.itemsize)
+        strips = pair(source, dense)
+        if strips is not None:
+            return strips, shown
+    low, high = view.span()
+    hull = Strip(low, 0, high - low, 1, high - low, high - low)
+    return [hull], View(view.size, view.stride, view.offset - low // view.itemsize, view.itemsize)
+
+
+def _row_major(size: tuple[int, ...]) -> tuple[int, ...]:
+    stride: list[int] = []
+    step = 1
+    for n in reversed(size):
+        stride.append(step)
+        step *= n
+    return tuple(reversed(stride))
+
+
+class Cost(NamedTuple):
+    """Bytes: needed elements, what the reader takes, what is mapped of it, memory at once."""
+
+    needed: int
+    read: int
+    aliased: int
+    staging: int
+
+
+def read_cost(moves: Moves, reader: type[Reader], shared: set[int]) -> Cost:
+    """What moving a target costs. ``shared`` holds whole operations that are already counted."""
+    if moves.alias is not None:
+        nbytes = moves.alias[2]
+        return Cost(nbytes, nbytes, nbytes, 0)
+    needed = sum(s.rows * s.row_bytes for _, s in moves.strips)
+    read = sum(reader.bytes_for(s.row_bytes, s.rows, s.source_stride) for _, s in moves.strips)
+    staging = 0
+    for view, expr in moves.computed:
+        for part_view, part in chunks(view, expr):
+            more = expression_cost(part, reader, shared)
+            needed += more.needed
+            read += more.read
+            staging = max(staging, more.staging + part_view.numel * part_view.itemsize)
+    return Cost(needed, read, 0, staging)
+
+
+def expression_cost(expr: Expr, reader: type[Reader], shared: set[int]) -> Cost:
+    """What evaluating an expression reads."""
+    needed = read = staging = 0
+    for item in _walk_once(expr, shared):
+        if isinstance(item, Src) and isinstance(item.leaf, FileLeaf):
+            strips, _ = fetch_strips(item.view)
+            needed += sum(n for n in (item.view.itemsize * _distinct(item.view),))
+            read += sum(reader.bytes_for(s.row_bytes, s.rows, s.source_stride) for s in strips)
+            if not reader.aliases:
+                staging += sum(s.rows * s.row_bytes for s in strips)
+        elif isinstance(item, Call) and item.origin is not None:
+            staging += item.origin.view.numel * item.origin.view.itemsize
+    return Cost(needed, read, 0, staging)
+
+
+def _walk_once(expr: Expr, shared: set[int]) -> Iterator[Expr]:
+    """Everything below an expression, whole operations that others share only once."""
+    if isinstance(expr, Part) and expr.call.origin is not None:
+        if id(expr.call.origin) in shared:
+            return
+        shared.add(id(expr.call.origin))
+    yield expr
+    from loadkit.tracing.program import children
+
+    for child in children(expr):
+        yield from _walk_once(child, shared)
+
+
+def _distinct(view: View) -> int:
+    """Elements of a view, repeats not counted."""
+    out = 1
+    for n, s in zip(view.size, view.stride, strict=True):
+        out *= n if s else 1
+    return out
+
+
+def files_of(targets: list[Target]) -> list[File]:
+    """The files that the targets read, each once, by name."""
+    found: dict[int, File] = {}
+    for target in targets:
+        exprs = [expr for _, expr in target.pieces] + [expr for _, expr, _ in target.checks]
+        for expr in exprs:
+            for item in walk(expr):
+                if isinstance(item, Src) and isinstance(item.leaf, FileLeaf):
+                    found[id(item.leaf.info.file)] = item.leaf.info.file
+    return sorted(found.values(), key=lambda file: file.name)

@@ -1,0 +1,113 @@
+"""Step 5: the read memory becomes the model; then post-processing, checks and the report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from loadkit.build import swap
+from loadkit.errors import CoverageError
+from loadkit.execution import Target
+from loadkit.quantization_base import QuantizeMethodBase
+from loadkit.tracing.evaluate import strided
+from loadkit.tracing.lazy_tensor import LazyTensor
+
+if TYPE_CHECKING:
+    from loadkit.config import ModelConfig
+
+__all__ = [
+    "check_ready",
+    "device_loading_context",
+    "finalize_layerwise_processing",
+    "place",
+    "process_weights_after_loading",
+]
+
+
+def place(model: nn.Module, targets: list[Target], memory: dict[int, torch.Tensor]) -> None:
+    """Give each parameter its memory: the same objects, with their attributes. Ties stay ties."""
+    by_name = dict(model.named_parameters(remove_duplicate=False))
+    for target in targets:
+        if target.storage.real is not None or not target.is_parameter:
+            continue
+        flat = memory.get(id(target.storage))
+        if flat is None:  # no elements
+            flat = torch.empty(target.storage.numel, dtype=target.dtype)
+        data = strided(flat, target.view, target.dtype)
+        done: set[int] = set()
+        for name in target.names:
+            param = by_name[name]
+            if id(param) not in done:
+                swap(param, data)
+                done.add(id(param))
+
+
+def process_weights_after_loading(
+    model: nn.Module, model_config: ModelConfig | None, target_device: torch.device
+) -> None:
+    """Let each module's quantisation method, then each attention layer, finish its weights.
+
+    Runs once per module, in ``named_modules`` order, on ``target_device``.
+    """
+    modules = [module for _, module in model.named_modules()]
+    for module in modules:
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, QuantizeMethodBase):
+            with device_loading_context(module, target_device):
+                method.process_weights_after_loading(module)
+    for module in modules:
+        own = getattr(module, "process_weights_after_loading", None)
+        if callable(own):
+            with device_loading_context(module, target_device):
+                own(model_config.dtype if model_config is not None else None)
+
+
+@contextmanager
+def device_loading_context(module: nn.Module, target_device: torch.device) -> Iterator[nn.Module]:
+    """A module's parameters on ``target_device`` inside the block, and back where they were."""
+    if target_device.type == "cpu":
+        yield module
+        return
+    homes: dict[str, torch.device] = {}
+    for name, param in module.named_parameters(recurse=False):
+        if param.device != target_device:
+            homes[name] = param.device
+            param.data = param.data.to(target_device)
+    try:
+        yield module
+    finally:
+        for name, param in module.named_parameters(recurse=False):
+            if name in homes:
+                param.data = param.data.to(homes[name])
+
+
+def finalize_layerwise_processing(model: nn.Module, model_config: ModelConfig | None) -> None:
+    """Finish modules whose weights were kept on meta until they were all there.
+
+    Raises:
+        CoverageError: such a module still has no memory.
+    """
+    check_ready(model)
+
+
+def check_ready(model: nn.Module) -> None:
+    """Refuse a model that has a parameter or buffer without memory.
+
+    Raises:
+        CoverageError: names the first ones.
+    """
+    bad = [
+        name
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if tensor.device.type == "meta" or isinstance(tensor, LazyTensor)
+    ]
+    if bad:
+        raise CoverageError(
+            f"{len(bad)} parameter(s) have no memory after the load: {', '.join(bad[:5])}",
+            parameter=bad[0],
+            detail={"parameters": bad},
+        )

@@ -1,0 +1,252 @@
+"""The public entry points, and the line itself: resolve, build, plan, read, finish."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from loadkit import plugins
+from loadkit.build import build
+from loadkit.errors import LoadkitError, ModelError
+from loadkit.finish import check_ready, place, process_weights_after_loading
+from loadkit.load_plan import LoadPlan
+from loadkit.plan import Planned, make_plan, plan_without_model
+from loadkit.progress import Progress
+from loadkit.read import ReadResult, read_targets
+from loadkit.report import LoadReport, PeakMeter, Stopwatch
+from loadkit.resolve import Job, job_for_module, resolve
+from loadkit.tracing.lazy_tensor import LazyTensor
+
+if TYPE_CHECKING:
+    from loadkit.mapper import WeightsMapper
+
+__all__ = ["LoadResult", "iter_weights", "load", "load_into", "load_model", "plan", "run_line"]
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """A loaded model, what the load did, and the plan it followed."""
+
+    model: nn.Module
+    report: LoadReport
+    plan: LoadPlan
+
+
+def run_line(job: Job, watch: Stopwatch | None = None) -> LoadResult:
+    """One load. The job's source is closed at the end, whatever happens.
+
+    Raises:
+        LoadkitError: typed; nothing half-written is handed out.
+    """
+    watch = watch or Stopwatch()
+    plan: LoadPlan | None = None
+    try:
+        with PeakMeter(device=job.device) as meter:
+            with watch.step("build"):
+                built = build(job)
+            with watch.step("plan"):
+                planned = make_plan(job, built)
+                plan = planned.plan
+                plugins.call("loadkit_plan_ready", plan=plan)
+                plan.raise_if_bad()
+            with watch.step("read"):
+                done = _read(job, planned)
+            with watch.step("finish"):
+                _finish(job, planned)
+        report = _report(job, planned, done, watch, meter)
+        result = LoadResult(planned.model, report, plan)
+        plugins.call("loadkit_load_finished", result=result)
+        return result
+    except LoadkitError as error:
+        plugins.call("loadkit_load_failed", error=error, plan=plan)
+        raise
+    finally:
+        job.close()
+
+
+def _read(job: Job, planned: Planned) -> ReadResult:
+    """Step 4, and the memory handed to the model."""
+    plan = planned.plan
+    targets = list(plan.targets)
+    alias = planned.reader.aliases and job.load_config.alias == "auto"
+    try:
+        with Progress(plan.bytes_to_read, shown=job.load_config.use_tqdm_on_load) as progress:
+            done, memory = read_targets(
+                targets,
+                planned.reader,
+                device=torch.device(job.device),
+                alias=alias,
+                landed=progress.landed,
+            )
+    finally:
+        planned.reader.close()
+    done.bytes_read += sum(planned.recorder.opaque_bytes.values())
+    if done.overflows and job.config.model_config.dtype_from != "requested":
+        name = done.overflows[0]
+        raise ModelError(
+            f"{len(done.overflows)} tensor(s) hold numbers that {plan.dtype} cannot: {name} "
+            "became infinite",
+            code="CAST_OVERFLOW",
+            tensor=name,
+            detail={"tensors": done.overflows},
+            hint="give dtype='float32' or 'bfloat16', or force this one with dtype=",
+        )
+    place(planned.model, targets, memory)
+    return done
+
+
+def _finish(job: Job, planned: Planned) -> None:
+    model = planned.model
+    process_weights_after_loading(model, job.config.model_config, torch.device(job.device))
+    if job.device != "cpu":
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device.type == "cpu":
+                    module._buffers[name] = buffer.to(job.device)
+    check_ready(model)
+    if job.module is None:
+        model.eval()
+
+
+def _report(
+    job: Job, planned: Planned, done: ReadResult, watch: Stopwatch, meter: PeakMeter
+) -> LoadReport:
+    plan = planned.plan
+    casts: dict[tuple[str, str], int] = {}
+    for change in planned.casts():
+        casts[change] = casts.get(change, 0) + 1
+    warnings = [note.message for note in plan.notes]
+    warnings += [f"{name}: some numbers became infinite in {plan.dtype}" for name in done.overflows]
+    return LoadReport(
+        source=plan.source,
+        architecture=plan.architecture,
+        load_format=plan.load_format,
+        reader=plan.reader,
+        reader_why=plan.reader_why,
+        parallel=plan.parallel,
+        seconds=dict(watch.seconds),
+        bytes_needed=plan.bytes_needed,
+        bytes_read=done.bytes_read,
+        aliased_bytes=done.aliased_bytes,
+        parameter_bytes=plan.parameter_bytes,
+        peak=meter.peak(),
+        casts=[{"from": a, "to": b, "tensors": n} for (a, b), n in casts.items()],
+        skipped={r.tensor: r.reason or "" for r in plan.rows if r.kind == "skipped" and r.tensor},
+        initialised=dict(planned.initialised),
+        warnings=warnings,
+    )
+
+
+def load(source: str | os.PathLike[str], **options: Any) -> LoadResult:
+    """Load a checkpoint into a ready model in ``eval`` mode.
+
+    Args:
+        source: a folder, a file or a URI.
+        **options: ``load_format``, ``dtype``, ``device``, ``parallel``, ``load_config``,
+            ``quantization``, ``model_impl``, ``trust_remote_code``, ``strict``,
+            ``hf_overrides``, ``architecture``: see ``loadkit.plan``.
+
+    Raises:
+        PlanError: the plan has problems; ``.problems`` holds all of them. Nothing was read.
+        LoadkitError: any other typed failure.
+    """
+    watch = Stopwatch()
+    with watch.step("resolve"):
+        job = resolve(source, **options)
+    return run_line(job, watch)
+
+
+def load_model(source: str | os.PathLike[str], **options: Any) -> nn.Module:
+    """``load(source, ...)`` and its model alone."""
+    return load(source, **options).model
+
+
+def plan(source: str | os.PathLike[str], **options: Any) -> LoadPlan:
+    """What ``load`` would do for one rank: the line stopped after the third step.
+
+    Reads headers only; no weight byte, unless a model's own loader asks for numbers
+    (``LoadPlan.data_read_bytes``).
+
+    Args:
+        source: a folder, a file or a URI.
+        **options: load_format: "auto" or a name of ``loadkit formats``.
+            dtype: "auto" (config's, else the checkpoint's), or a torch dtype or its name.
+            device: where parameters go; default cpu.
+            parallel: which rank of which topology (``ParallelConfig``); default all of it.
+            load_config: a ``LoadConfig``, for everything else.
+            quantization: a method's name; default what the checkpoint says.
+            model_impl: "auto", "loadkit" or "transformers".
+            trust_remote_code: whether a plugin may run the checkpoint's code.
+            strict: False initialises parameters that nothing writes and skips unexpected tensors.
+            hf_overrides: values in place of config.json's.
+            architecture: in place of the config's.
+
+    Raises:
+        LoadkitError: the source, its config or a name cannot be resolved. What is wrong between
+            checkpoint and model is in ``problems`` instead.
+    """
+    job = resolve(source, **options)
+    try:
+        try:
+            built = build(job)
+        except ModelError as error:
+            return plan_without_model(job, error)
+        planned = make_plan(job, built)
+        planned.reader.close()
+        plugins.call("loadkit_plan_ready", plan=planned.plan)
+        return planned.plan
+    finally:
+        job.close()
+
+
+def load_into(
+    module: nn.Module,
+    source: str | os.PathLike[str],
+    *,
+    mapper: WeightsMapper | None = None,
+    load_format: str = "auto",
+    load_config: Any = None,
+    parallel: Any = None,
+    strict: bool = True,
+) -> LoadResult:
+    """Fill a module that the user built from a checkpoint, by names.
+
+    Args:
+        module: its own ``load_weights`` is used if it has one; parameters may be real (they are
+            written in place) or on meta.
+        source: a folder, a file or a URI; no config.json is needed.
+        mapper: checkpoint names to the module's.
+
+    Raises:
+        PlanError: names or shapes do not fit; the module is untouched.
+    """
+    from loadkit.module_loader import ModuleLoader
+
+    job = job_for_module(
+        module, source, load_format=load_format, load_config=load_config, parallel=parallel,
+        strict=strict,
+    )
+    job.loader.__dict__["load_weights"] = ModuleLoader(job.loader, mapper).load_weights
+    return run_line(job)
+
+
+def iter_weights(
+    source: str | os.PathLike[str], *, load_format: str = "auto", load_config: Any = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a checkpoint, by its checkpoint name, one in memory at a time.
+
+    Yields:
+        (name, tensor) in file order; the tensor has the file's shape and dtype, on the CPU.
+    """
+    job = job_for_module(nn.Module(), source, load_format=load_format, load_config=load_config)
+    try:
+        for name, tensor in job.loader.catalogue(job.config.model_config):
+            real = torch.empty(tuple(tensor.size()), dtype=tensor.dtype)
+            yield name, real.copy_(tensor) if isinstance(tensor, LazyTensor) else tensor
+    finally:
+        job.close()

@@ -1,0 +1,223 @@
+"""Step 3: weight loaders run on lazy tensors; what they did becomes a plan. Headers only."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from loadkit.build import Built, build
+from loadkit.errors import LoadkitError, ModelError, TraceError
+from loadkit.load_plan import LoadPlan, Problem
+from loadkit.plan_targets import TargetFinder
+from loadkit.readers import choose_reader
+from loadkit.readers.base import Reader
+from loadkit.readers.mmap import MmapReader
+from loadkit.text import printable
+from loadkit.tracing.lazy_tensor import LazyTensor, leaf_names
+from loadkit.tracing.program import Call
+from loadkit.tracing.recorder import Recorder
+from loadkit.tracing.storage import FileLeaf
+
+if TYPE_CHECKING:
+    from loadkit.resolve import Job
+
+__all__ = ["Planned", "make_plan", "plan_without_model"]
+
+log = logging.getLogger("loadkit")
+
+MAX_ATTEMPTS = 16  # times a model is traced; each later one knows more of what is wrong
+
+
+@dataclass(eq=False)
+class Planned:
+    """A traced model, its plan, and the reader that the plan counted with."""
+
+    model: nn.Module
+    recorder: Recorder
+    plan: LoadPlan
+    reader: Reader
+    initialised: dict[str, str]
+
+    def casts(self) -> Iterator[tuple[str, str]]:
+        """(from, to) dtype of every tensor that is converted."""
+        for target in self.plan.targets:
+            for _, expr in target.pieces:
+                if isinstance(expr, Call) and expr.func is torch.ops.aten._to_copy.default:
+                    yield (
+                        str(expr.args[0].dtype).removeprefix("torch."),
+                        str(expr.dtype).removeprefix("torch."),
+                    )
+
+
+def make_plan(job: Job, built: Built) -> Planned:
+    """Trace the loader over the model and say what the load will do.
+
+    An operation that cannot be traced, or a lazy tensor that loader code kept, makes the tensors
+    concerned *opaque*: the model is built and traced again with those real. A tensor whose loader
+    failed is a problem, and is left out of the next trace, so that all problems are found.
+    """
+    opaque: set[str] = set()
+    failed: dict[str, Problem] = {}
+    general: list[Problem] = []
+    for attempt in range(MAX_ATTEMPTS):
+        if attempt:
+            built = build(job)
+        built.recorder.opaque = frozenset(opaque)
+        built.recorder.refused = frozenset(failed)
+        built.recorder.real_of = _mapped
+        try:
+            _trace(job, built)
+        except TraceError as error:
+            names = set(error.detail["tensors"]) if isinstance(error.detail, dict) else set()
+            names = names or ({built.recorder.current} if built.recorder.current else set())
+            if not names - opaque:
+                general.append(_problem(error, built.recorder.current))
+                break
+            log.info("traced again with real data: %s", "; ".join(map(printable, sorted(names))))
+            opaque |= names
+        except Exception as error:
+            problem = _problem(error, built.recorder.current)
+            name = problem.tensor
+            if name is None or name in failed:
+                general.append(problem)
+                break
+            failed[name] = problem
+        else:
+            leaked = _leaks(built.model)
+            if not leaked - opaque:
+                break
+            opaque |= leaked
+    else:
+        general.append(
+            Problem("TOO_MANY_PROBLEMS", f"gave up looking after {MAX_ATTEMPTS} traces")
+        )
+    return _assemble(job, built, [*failed.values(), *general], opaque)
+
+
+def _trace(job: Job, built: Built) -> None:
+    recorder = built.recorder
+    with recorder:
+        recorder.begin_load()
+        with torch.no_grad():
+            job.loader.load_weights(built.model, job.config.model_config)
+
+
+def _problem(error: Exception, tensor: str | None) -> Problem:
+    """An error of loader code, as a problem of one tensor."""
+    if isinstance(error, LoadkitError):
+        return Problem(
+            error.code.removeprefix("E_"),
+            error.message,
+            error.tensor or tensor,
+            error.parameter,
+            error.file,
+            error.offset,
+            error.hint,
+        )
+    what = f"loading tensor {printable(tensor)}" if tensor else "load_weights"
+    return Problem(
+        "LOADER_FAILED", f"{what} failed: {type(error).__name__}: {printable(error)}", tensor
+    )
+
+
+def _mapped(lazy: LazyTensor) -> torch.Tensor:
+    """A lazy tensor's real elements, from a mapping where that is possible."""
+    leaf = lazy.lazy_storage.base
+    if not isinstance(leaf, FileLeaf):
+        return lazy.clone()
+    info = leaf.info
+    if info.file.path is None or info.offset % leaf.dtype.itemsize:
+        flat = torch.frombuffer(bytearray(info.file.read(info.offset, info.nbytes)), dtype=torch.uint8)
+    else:
+        from loadkit.load_config import LoadConfig
+
+        flat = MmapReader(LoadConfig()).view(info.file, info.offset, info.nbytes)
+    return flat.view(leaf.dtype).view(leaf.size)
+
+
+def _leaks(model: nn.Module) -> set[str]:
+    """Tensors that loader code kept lazy in a parameter, a buffer or an attribute."""
+    names: set[str] = set()
+
+    def look(value: object, depth: int) -> None:
+        if isinstance(value, LazyTensor):
+            names.update(leaf_names(value.lazy_value()))
+        elif depth and isinstance(value, dict):
+            for item in value.values():
+                look(item, depth - 1)
+        elif depth and isinstance(value, (list, tuple, set)):
+            for item in value:
+                look(item, depth - 1)
+
+    for module in model.modules():
+        look(module.__dict__, 4)
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                look(tensor.__dict__, 2)
+    return names
+
+
+def _assemble(job: Job, built: Built, problems: list[Problem], opaque: set[str]) -> Planned:
+    """Everything that was recorded, as a plan."""
+    finder = TargetFinder(job, built, problems, opaque)
+    finder.find()
+    files = finder.files()
+    choice = choose_reader(job.load_config, files, job.device)
+    costs = finder.costs(choice.reader)
+    plan = LoadPlan(
+        source=job.source_name,
+        architecture=job.architecture,
+        model_class=job.model_class_name,
+        distribution=job.distribution,
+        load_format=job.load_config.load_format,
+        load_format_why=job.load_format_why,
+        dtype=job.config.model_config.dtype_name,
+        reader=choice.reader.name,
+        reader_why=choice.why,
+        parallel=job.config.parallel_config,
+        problems=tuple(finder.problems),
+        notes=tuple(finder.notes),
+        rows=tuple(finder.rows),
+        bytes_needed=costs.needed,
+        bytes_to_read=costs.read,
+        parameter_bytes=costs.parameters,
+        predicted_peak_bytes=costs.peak,
+        aliased_bytes=costs.aliased,
+        data_read_bytes=sum(read.nbytes for read in built.recorder.data_reads),
+        files=tuple(file.name for file in files),
+        skipped_files=tuple(job.loader.skipped_files.items()),
+        targets=tuple(finder.targets),
+    )
+    return Planned(built.model, built.recorder, plan, choice.reader, finder.initialised)
+
+
+def plan_without_model(job: Job, error: ModelError) -> LoadPlan:
+    """The plan of a model that cannot even be constructed: its one problem."""
+    return LoadPlan(
+        source=job.source_name,
+        architecture=job.architecture,
+        model_class=job.model_class_name,
+        distribution=job.distribution,
+        load_format=job.load_config.load_format,
+        load_format_why=job.load_format_why,
+        dtype=job.config.model_config.dtype_name,
+        reader="",
+        reader_why="",
+        parallel=job.config.parallel_config,
+        problems=(_problem(error, None),),
+        notes=(),
+        rows=(),
+        bytes_needed=0,
+        bytes_to_read=0,
+        parameter_bytes=0,
+        predicted_peak_bytes=0,
+        aliased_bytes=0,
+        data_read_bytes=0,
+        files=(),
+        skipped_files=tuple(job.loader.skipped_files.items()),
+    )

@@ -1,0 +1,44 @@
+"""The progress bar: counts bytes landed, from any thread."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+__all__ = ["Progress"]
+
+
+class Progress:
+    """A tqdm bar of bytes on stderr, or nothing at all."""
+
+    def __init__(self, total: int, *, shown: bool, what: str = "loading") -> None:
+        self._total = total
+        self._shown = shown
+        self._what = what
+        self._lock = threading.Lock()
+        self._bar: Any = None
+
+    def __enter__(self) -> Progress:
+        if self._shown:
+            from tqdm.auto import tqdm
+
+            self._bar = tqdm(
+                total=self._total,
+                desc=self._what,
+                unit="B",
+                unit_scale=True,
+                unit_divisor=1024,
+                leave=False,
+                disable=None,  # off where stderr is no terminal
+            )
+        return self
+
+    def landed(self, nbytes: int) -> None:
+        """Count bytes that arrived."""
+        if self._bar is not None:
+            with self._lock:
+                self._bar.update(nbytes)
+
+    def __exit__(self, *_: Any) -> None:
+        if self._bar is not None:
+            self._bar.close()

@@ -1,0 +1,264 @@
+"""Step 4: bytes go into parameter memory. The only step that touches weight bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from loadkit.errors import ModelError, ResourceError
+from loadkit.execution import Moves, Target, chunks, fetch_strips, files_of, moves_of
+from loadkit.readers.base import Extent, Reader
+from loadkit.text import printable
+from loadkit.tracing.coverage import reads_own_memory
+from loadkit.tracing.evaluate import ResultCache, evaluate, strided
+from loadkit.tracing.program import Call, Expr, Src
+from loadkit.tracing.storage import FileLeaf, Storage
+from loadkit.tracing.view import View
+
+__all__ = ["ReadResult", "read_targets"]
+
+Landed = Callable[[int], None]
+
+
+@dataclass
+class ReadResult:
+    """What the read step did. Bytes; ``overflows`` names tensors that a cast turned into inf."""
+
+    bytes_read: int = 0
+    aliased_bytes: int = 0
+    overflows: list[str] = field(default_factory=list)
+
+
+class _Memory:
+    """The memory of each storage: owned, the file's mapping, or a live module's own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.flat: dict[int, torch.Tensor] = {}
+
+    def of(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
+        """Flat 1-d memory; allocated at its first use."""
+        flat = self.flat.get(id(storage))
+        if flat is None:
+            flat = storage.real
+            if flat is None:
+                kind = dtype if dtype.itemsize == storage.itemsize else torch.uint8
+                numel = storage.numel * storage.itemsize // kind.itemsize
+                try:
+                    flat = torch.empty(numel, dtype=kind, device=self.device)
+                except RuntimeError as error:
+                    raise ResourceError(
+                        f"no memory for {storage.numel * storage.itemsize} bytes on {self.device}"
+                    ) from error
+            self.flat[id(storage)] = flat
+        return flat
+
+    def view(self, target: Target, view: View) -> torch.Tensor:
+        """A region of a target's storage, as its dtype."""
+        return strided(self.of(target.storage, target.dtype), view, target.dtype)
+
+
+def read_targets(
+    targets: Iterable[Target],
+    reader: Reader,
+    *,
+    device: torch.device,
+    alias: bool,
+    landed: Landed | None = None,
+) -> tuple[ReadResult, dict[int, torch.Tensor]]:
+    """Fill every target's memory; returns it by ``id(storage)``, flat.
+
+    Strips of all targets are read in file order, then what is computed, then tied weights are
+    compared. On an error nothing has been given to the model.
+
+    Raises:
+        ReadFailure: a file failed, ended early, or changed.
+        ModelError: a cast turned a finite number into inf; tied weights differ.
+        ResourceError: no memory.
+    """
+    targets = list(targets)
+    run = _Run(reader, _Memory(device), landed)
+    todo = [(t, moves_of(t, direct=_on_host(t, device), alias=alias)) for t in targets]
+    for target, moves in todo:
+        run.alias(target, moves)
+        run.fill(target, moves)
+    run.strips(todo)
+    for target, moves in sorted(todo, key=lambda item: _first_offset(item[1])):
+        run.compute(target, moves)
+    for target in targets:
+        run.check(target)
+    for file in files_of(targets):
+        file.check_unchanged()
+    return run.result, run.memory.flat
+
+
+def _on_host(target: Target, device: torch.device) -> bool:
+    real = target.storage.real
+    return (real.device if real is not None else device).type == "cpu"
+
+
+def _first_offset(moves: Moves) -> tuple[str, int]:
+    for _, expr in moves.computed:
+        for src in _sources(expr):
+            return src.leaf.info.file.name, src.leaf.info.offset
+    return "", 0
+
+
+def _sources(expr: Expr) -> Iterator[Any]:
+    from loadkit.tracing.program import walk
+
+    return (e for e in walk(expr) if isinstance(e, Src) and isinstance(e.leaf, FileLeaf))
+
+
+class _Run:
+    def __init__(self, reader: Reader, memory: _Memory, landed: Landed | None) -> None:
+        self.reader = reader
+        self.memory = memory
+        self.landed = landed
+        self.result = ReadResult()
+        self.cache: ResultCache = {}
+
+    def alias(self, target: Target, moves: Moves) -> None:
+        """Make the file's mapping the target's memory."""
+        if moves.alias is None:
+            return
+        leaf, offset, nbytes = moves.alias
+        flat = self.reader.view(leaf.info.file, offset, nbytes).view(target.dtype)
+        if target.view.offset or target.storage.numel != target.view.numel:
+            raise ModelError("an aliased parameter must be its whole storage")
+        self.memory.flat[id(target.storage)] = flat
+        self.result.aliased_bytes += nbytes
+        self.result.bytes_read += nbytes
+        self._tell(nbytes)
+
+    def fill(self, target: Target, moves: Moves) -> None:
+        """Write constants (padding)."""
+        for view, value in moves.fills:
+            self.memory.view(target, view).fill_(value)
+
+    def strips(self, todo: list[tuple[Target, Moves]]) -> None:
+        """Read every strip of every target, in file order."""
+        extents: list[Extent] = []
+        for target, moves in todo:
+            if not moves.strips:
+                continue
+            flat = self.memory.of(target.storage, target.dtype).view(torch.uint8)
+            for leaf, strip in moves.strips:
+                extents.append(_extent(leaf, strip, flat))
+        self._read(extents)
+
+    def _read(self, extents: list[Extent]) -> None:
+        extents.sort(key=lambda e: (e.file.name, e.offset))
+        self.result.bytes_read += self.reader.read(extents, self.landed)
+
+    def compute(self, target: Target, moves: Moves) -> None:
+        """Evaluate what is more than a copy, chunk by chunk."""
+        own = [
+            item for item in moves.computed if reads_own_memory(target.storage, item[1])
+        ]
+        ready = [(view, evaluate(expr, self.fetch, self.cache).clone()) for view, expr in own]
+        for view, value in ready:
+            self.memory.view(target, view).copy_(value)
+        for view, expr in moves.computed:
+            if any(view is mine for mine, _ in own):
+                continue
+            for part_view, part in chunks(view, expr):
+                self._store(target, self.memory.view(target, part_view), part)
+
+    def _store(self, target: Target, into: torch.Tensor, expr: Expr) -> None:
+        cast_from = _cast_source(expr)
+        value = evaluate(expr if cast_from is None else cast_from, self.fetch, self.cache)
+        into.copy_(value)
+        if cast_from is not None and _may_overflow(value.dtype, into.dtype):
+            new_inf = torch.isinf(into).to("cpu") & ~torch.isinf(value)
+            if bool(new_inf.any()):
+                name = next((s.leaf.name for s in _sources(expr)), target.names[0])
+                if name not in self.result.overflows:
+                    self.result.overflows.append(name)
+
+    def fetch(self, src: Src) -> torch.Tensor:
+        """A leaf's region: a view of the mapping, or dense memory of its own."""
+        leaf = src.leaf
+        if not isinstance(leaf, FileLeaf):
+            return leaf.make(src.view).view(src.dtype)
+        strips, shown = fetch_strips(src.view)
+        nbytes = sum(s.rows * s.row_bytes for s in strips)
+        if self.reader.aliases and (leaf.info.offset % src.dtype.itemsize) == 0:
+            low, high = src.view.span()
+            flat = self.reader.view(leaf.info.file, leaf.info.offset + low, high - low)
+            view = View(
+                src.view.size, src.view.stride, src.view.offset - low // src.view.itemsize,
+                src.view.itemsize,
+            )
+            self.result.bytes_read += nbytes
+            self._tell(nbytes)
+            return strided(flat, view, src.dtype)
+        flat = torch.empty(nbytes, dtype=torch.uint8)
+        self._read([_extent(leaf, strip, flat) for strip in strips])
+        return strided(flat, shown, src.dtype)
+
+    def check(self, target: Target) -> None:
+        """Compare tied weights with the second tensor that holds them.
+
+        Raises:
+            ModelError: TIED_DIFFER.
+        """
+        for view, expr, tensor in target.checks:
+            for part_view, part in chunks(view, expr):
+                mine = self.memory.view(target, part_view)
+                other = evaluate(part, self.fetch, self.cache).to(mine.device)
+                if not _same_bits(mine, other):
+                    raise ModelError(
+                        f"the model ties {' and '.join(target.names)}, and the checkpoint holds "
+                        f"other numbers for them: {printable(tensor)} differs",
+                        code="TIED_DIFFER",
+                        tensor=tensor,
+                        parameter=target.names[0],
+                        hint="if the checkpoint is right, untie them: "
+                        "hf_overrides={'tie_word_embeddings': False}",
+                    )
+
+    def _tell(self, nbytes: int) -> None:
+        if self.landed is not None:
+            self.landed(nbytes)
+
+
+def _extent(leaf: FileLeaf, strip: Any, flat: torch.Tensor) -> Extent:
+    end = strip.target + (strip.rows - 1) * strip.target_stride + strip.row_bytes
+    return Extent(
+        file=leaf.info.file,
+        offset=leaf.info.offset + strip.source,
+        row_bytes=strip.row_bytes,
+        rows=strip.rows,
+        file_stride=strip.source_stride,
+        dest=flat[strip.target : end],
+        dest_stride=strip.target_stride,
+        tensor=leaf.name,
+    )
+
+
+def _cast_source(expr: Expr) -> Expr | None:
+    """What a plain cast converts, or None if the expression is no plain cast."""
+    if isinstance(expr, Call) and expr.func is torch.ops.aten._to_copy.default:
+        source: Expr = expr.args[0]
+        return source
+    return None
+
+
+def _may_overflow(source: torch.dtype, target: torch.dtype) -> bool:
+    if not (source.is_floating_point and target.is_floating_point):
+        return False
+    return torch.finfo(target).max < torch.finfo(source).max
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype != b.dtype or a.size() != b.size():
+        return False
+    return torch.equal(
+        a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)
+    )
+
+

@@ -1,0 +1,128 @@
+"""What a load did: ``LoadReport``, and how memory is measured."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from loadkit.parallel_config import ParallelConfig
+
+__all__ = ["LoadReport", "PeakMeter", "Stopwatch", "anonymous_bytes"]
+
+
+@dataclass
+class LoadReport:
+    """One rank's load. Times in seconds, sizes in bytes.
+
+    Attributes:
+        seconds: per step: resolve, build, plan, read, finish.
+        bytes_needed: file bytes of the elements that the parameters are made of.
+        bytes_read: what was taken from the files: those, gaps, and mapped extents; no headers.
+        aliased_bytes: part of ``bytes_read`` that is mapped and not copied.
+        parameter_bytes: what the parameters hold.
+        peak: ``host_anonymous_bytes`` and ``device_bytes``, above the start of the load.
+        reader: the reader's name; ``reader_why`` why it was chosen.
+        casts: conversions: from, to, how many tensors.
+        skipped: tensors that were not used, with reasons.
+        initialised: parameters that no tensor wrote, with what they hold now and why.
+        warnings: what was allowed although it is unusual.
+    """
+
+    source: str
+    architecture: str
+    load_format: str
+    reader: str
+    reader_why: str
+    parallel: ParallelConfig
+    seconds: dict[str, float] = field(default_factory=dict)
+    bytes_needed: int = 0
+    bytes_read: int = 0
+    aliased_bytes: int = 0
+    parameter_bytes: int = 0
+    peak: dict[str, int] = field(default_factory=dict)
+    casts: list[dict[str, Any]] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    initialised: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON-able values."""
+        out = {each.name: getattr(self, each.name) for each in fields(self)}
+        out["parallel"] = {f.name: getattr(self.parallel, f.name) for f in fields(self.parallel)}
+        return out
+
+
+class Stopwatch:
+    """Seconds per named step, on a monotonic clock."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Time the block."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that no file backs; 0 where the system does not tell (macOS)."""
+    try:
+        with open("/proc/self/status", encoding="ascii") as status:  # noqa: PTH123
+            for line in status:
+                if line.startswith("RssAnon:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        return 0
+    return 0
+
+
+class PeakMeter:
+    """Samples anonymous memory while a load runs; the peak is above what was there at the start."""
+
+    def __init__(self, interval: float = 0.01, device: str = "cpu") -> None:
+        self._interval = interval
+        self._device = device
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True, name="loadkit-peak")
+        self._start = self._peak = 0
+
+    def __enter__(self) -> PeakMeter:
+        self._start = self._peak = anonymous_bytes()
+        if self._device.startswith("cuda"):
+            import torch
+
+            torch.cuda.reset_peak_memory_stats(self._device)
+        if self._start and os.name == "posix":
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._peak = max(self._peak, anonymous_bytes())
+
+    def _sample(self) -> None:
+        while not self._stop.wait(self._interval):
+            self._peak = max(self._peak, anonymous_bytes())
+
+    def peak(self) -> dict[str, int]:
+        """``host_anonymous_bytes`` and ``device_bytes`` above the start."""
+        device_bytes = 0
+        if self._device.startswith("cuda"):
+            import torch
+
+            device_bytes = int(torch.cuda.max_memory_allocated(self._device))
+        return {
+            "host_anonymous_bytes": max(0, self._peak - self._start),
+            "device_bytes": device_bytes,
+        }

@@ -1,0 +1,275 @@
+"""Step 1: names become classes, files and quantisation. The only step that imports plugins."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from loadkit import plugins, tables
+from loadkit.base_loader import BaseModelLoader
+from loadkit.config import LoadConfig, LoadkitConfig, ModelConfig, ParallelConfig
+from loadkit.detect import detect_load_format
+from loadkit.errors import ConfigFileError, LoadkitError, OptionError
+from loadkit.quantization import configure_quant_config, get_quant_config
+from loadkit.sources import Source, open_source
+from loadkit.tracing.lazy_tensor import LazyTensor
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["Job", "job_for_loader", "job_for_module", "resolve", "resolve_config"]
+
+log = logging.getLogger("loadkit")
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One load, every name resolved. A context manager: leaving it closes the source."""
+
+    config: LoadkitConfig
+    source: Source
+    source_name: str
+    loader: BaseModelLoader
+    load_format_why: str
+    model_class: type[nn.Module]
+    model_class_name: str
+    architecture: str
+    distribution: str
+    device: str
+    strict: bool
+    prefix: str = ""
+    module: nn.Module | None = None
+
+    @property
+    def load_config(self) -> LoadConfig:
+        """How it is read."""
+        return self.config.load_config
+
+    def close(self) -> None:
+        """Close the source's files; mappings that parameters use stay."""
+        self.source.close()
+
+
+def resolve(
+    source: str | os.PathLike[str],
+    *,
+    load_format: str = "auto",
+    dtype: Any = "auto",
+    device: Any = None,
+    parallel: ParallelConfig | None = None,
+    load_config: LoadConfig | None = None,
+    quantization: str | None = None,
+    model_impl: str = "auto",
+    trust_remote_code: bool = False,
+    strict: bool = True,
+    hf_overrides: Mapping[str, Any] | None = None,
+    architecture: str | None = None,
+) -> Job:
+    """Find out what a source is and who loads it. Arguments as of ``loadkit.load``.
+
+    Raises:
+        LoadkitError: the first thing that cannot be resolved.
+    """
+    parallel = parallel or ParallelConfig()
+    load_config = _merged(load_config or LoadConfig(), load_format, trust_remote_code)
+    opened = open_source(source, load_config)
+    try:
+        loader, why = _loader_for(opened, load_config, parallel)
+        options = {
+            "dtype": dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch."),
+            "hf_overrides": dict(hf_overrides or {}),
+            "architecture": architecture,
+            "quantization": quantization,
+            "model_impl": model_impl,
+            "trust_remote_code": trust_remote_code,
+        }
+        model_config = loader.read_model_config(opened, loader.load_config, **options)
+        return _job(opened, loader, why, model_config, parallel, device, strict)
+    except BaseException:
+        opened.close()
+        raise
+
+
+def resolve_config(config: LoadkitConfig, prefix: str = "") -> Job:
+    """The job that a ready bundle describes (``get_model``)."""
+    opened = open_source(config.model_config.source, config.load_config)
+    try:
+        loader, why = _loader_for(opened, config.load_config, config.parallel_config)
+        job = _job(
+            opened, loader, why, config.model_config, config.parallel_config, None, True
+        )
+    except BaseException:
+        opened.close()
+        raise
+    return replace(job, prefix=prefix)
+
+
+def job_for_loader(loader: BaseModelLoader, config: LoadkitConfig, prefix: str) -> Job:
+    """The job of a loader that the caller made (``BaseModelLoader.load_model``)."""
+    source = getattr(loader, "source", None) or open_source(
+        config.model_config.source, config.load_config
+    )
+    loader.source, loader.parallel = source, config.parallel_config
+    job = _job(
+        source, loader, "the caller's loader", config.model_config, config.parallel_config, None, True
+    )
+    return replace(job, prefix=prefix)
+
+
+def job_for_module(
+    module: nn.Module,
+    source: str | os.PathLike[str],
+    *,
+    load_format: str = "auto",
+    load_config: LoadConfig | None = None,
+    parallel: ParallelConfig | None = None,
+    strict: bool = True,
+) -> Job:
+    """The job of filling a module that the user built: no config.json is needed."""
+    parallel = parallel or ParallelConfig()
+    load_config = _merged(load_config or LoadConfig(), load_format, False)
+    opened = open_source(source, load_config)
+    try:
+        loader, why = _loader_for(opened, load_config, parallel)
+        dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+        model_config = ModelConfig.from_dict({}, source=opened.uri, load_config=loader.load_config)
+        model_config = model_config.with_dtype(str(dtype).removeprefix("torch."), source="requested")
+        config = LoadkitConfig(model_config, loader.load_config, parallel)
+    except BaseException:
+        opened.close()
+        raise
+    cls = type(module)
+    return Job(
+        config, opened, os.fspath(source), loader, why, cls,
+        f"{cls.__module__}:{cls.__qualname__}", cls.__name__, "", "cpu", strict, module=module,
+    )
+
+
+def _merged(load_config: LoadConfig, load_format: str, trust_remote_code: bool) -> LoadConfig:
+    """The config with the plain arguments in it; saying two different things is an error."""
+    if load_format != "auto" and load_config.load_format not in ("auto", load_format):
+        raise OptionError(
+            f"load_format={load_format!r}, but load_config.load_format is "
+            f"{load_config.load_format!r}"
+        )
+    if load_format != "auto":
+        load_config = replace(load_config, load_format=load_format)
+    if trust_remote_code:
+        load_config = replace(load_config, trust_remote_code=True)
+    return load_config
+
+
+def _loader_for(
+    source: Source, load_config: LoadConfig, parallel: ParallelConfig
+) -> tuple[BaseModelLoader, str]:
+    """The loader of the format that was named, or that the files are in."""
+    why = "asked for by name"
+    if load_config.load_format == "auto":
+        name, why = _detect(source)
+        load_config = replace(load_config, load_format=name)
+    loader_class: Any = tables.loaders.lookup(load_config.load_format)
+    loader: BaseModelLoader = loader_class(load_config)
+    loader.source, loader.parallel = source, parallel
+    return loader, why
+
+
+def _detect(source: Source) -> tuple[str, str]:
+    """``auto``: the files decide; hook plugins are asked where the core does not know."""
+    listing = source.list()
+    try:
+        found = detect_load_format(listing)
+        return found.load_format, found.why
+    except LoadkitError:
+        answer = plugins.call(
+            "loadkit_detect_load_format", source=source.uri, files=listing, model_config=None
+        )
+        if not answer:
+            raise
+        return str(answer), "a plugin recognised it"
+
+
+def _job(
+    source: Source,
+    loader: BaseModelLoader,
+    why: str,
+    model_config: ModelConfig,
+    parallel: ParallelConfig,
+    device: Any,
+    strict: bool,
+) -> Job:
+    from loadkit.model_registry import ModelRegistry
+
+    load_config = loader.load_config
+    model_class, architecture = ModelRegistry.resolve_model_cls(
+        list(model_config.architectures), model_config
+    )
+    loader.download_model(model_config)
+    model_config = _with_dtype(model_config, loader)
+    quant_config = get_quant_config(model_config, load_config, source=source)
+    config = LoadkitConfig(model_config, load_config, parallel, quant_config)
+    if quant_config is not None:
+        configure_quant_config(quant_config, model_class)
+    return Job(
+        config=config,
+        source=source,
+        source_name=source.uri,
+        loader=loader,
+        load_format_why=why,
+        model_class=model_class,
+        model_class_name=f"{model_class.__module__}:{model_class.__qualname__}",
+        architecture=architecture,
+        distribution=_distribution(architecture),
+        device=_device(device, load_config),
+        strict=strict,
+    )
+
+
+def _distribution(architecture: str) -> str:
+    """Who registered an architecture; empty where this process did."""
+    for entry in tables.models.entries():
+        if entry.name == architecture:
+            return entry.distribution or ""
+    return ""
+
+
+def _device(device: Any, load_config: LoadConfig) -> str:
+    name = str(device if device is not None else load_config.device or "cpu")
+    with suppress(RuntimeError):
+        kind = torch.device(name).type
+        if kind == "cpu":
+            return "cpu"
+        if kind == "cuda" and torch.cuda.is_available():
+            return name
+        if kind not in ("cuda", "meta") and getattr(torch, kind, None) is not None:
+            return name
+    raise OptionError(f"device {name!r} is not available here")
+
+
+def _with_dtype(model_config: ModelConfig, loader: BaseModelLoader) -> ModelConfig:
+    """dtype "auto" without a word in the config: what most of the checkpoint's bytes are in."""
+    if model_config.dtype_name != "auto":
+        return model_config
+    bytes_of: dict[torch.dtype, int] = {}
+    try:
+        for _, tensor in loader.catalogue(model_config):
+            if isinstance(tensor, LazyTensor) and tensor.is_floating_point():
+                size = tensor.numel() * tensor.dtype.itemsize
+                bytes_of[tensor.dtype] = bytes_of.get(tensor.dtype, 0) + size
+    except NotImplementedError:
+        log.info("the loader has no catalogue to take the dtype from")
+    wide = {dtype: size for dtype, size in bytes_of.items() if dtype.itemsize > 1}
+    if not wide:
+        raise ConfigFileError(
+            f"neither {model_config.config_file} nor the checkpoint's tensors say which dtype the "
+            "model has",
+            file=model_config.config_file,
+            hint="give dtype='bfloat16' or another",
+        )
+    best = max(wide, key=lambda dtype: wide[dtype])
+    return model_config.with_dtype(str(best).removeprefix("torch."))
