@@ -7,11 +7,14 @@ from typing import Any
 
 _MODULES = {
     "activation": ("GeluAndMul", "SiluAndMul", "get_act_and_mul_fn", "get_act_fn"),
+    "attention": ("Attention",),
     "block_scale": ("BlockQuantScaleParameter",),
     "communication": ("all_gather", "all_reduce", "init_parallel_groups", "tp_group"),
     "custom_op": ("CustomOp",),
+    "kv_cache": ("KVCache",),
     "layernorm": ("GemmaRMSNorm", "LayerNorm", "RMSNorm"),
     "linear": ("ColumnParallelLinear", "LinearBase", "ReplicatedLinear", "RowParallelLinear"),
+    "logits_processor": ("LogitsProcessor",),
     "merged_linear": ("MergedColumnParallelLinear", "QKVParallelLinear"),
     "parameter": (
         "BaseParameter",
@@ -22,6 +25,15 @@ _MODULES = {
         "PackedParameter",
         "PerTensorScaleParameter",
         "RowParameter",
+    ),
+    "pooler": ("Pooler", "PoolingType"),
+    "rotary_embedding": (
+        "DynamicNTKScalingRotaryEmbedding",
+        "LinearScalingRotaryEmbedding",
+        "Llama3RotaryEmbedding",
+        "RotaryEmbedding",
+        "YaRNScalingRotaryEmbedding",
+        "get_rope",
     ),
     "sharding": ("Shard", "require_divisible"),
     "unquantized": ("UnquantizedLinearMethod",),

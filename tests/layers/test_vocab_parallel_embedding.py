@@ -154,3 +154,35 @@ def test_a_method_that_cannot_look_rows_up_is_refused() -> None:
     with pytest.raises(ModelError, match="Only cannot look up rows"):
         VocabParallelEmbedding(40, D, parallel=ONE, quant_config=config)
     assert ParallelLMHead(40, D, parallel=ONE, quant_config=config)(randn(2, D)).shape == (2, 64)
+
+
+@pytest.mark.parametrize("tp", [1, 3])
+def test_packed_rows_of_a_table_are_cut_and_padded_too(tp: int) -> None:
+    """Entries of 4 numbers along the width, as a packed table has them."""
+    from loadkit_layers import PackedParameter, UnquantizedLinearMethod
+
+    class Packed(UnquantizedLinearMethod):
+        def create_weights(
+            self, layer: Any, width: int, rows: Any, i: int, o: int, dtype: Any, **attrs: Any
+        ) -> None:
+            data = torch.empty(sum(rows), width // 4, dtype=torch.int32)
+            dims = {"output_dim": 0, "input_dim": 1, "packed_dim": 1, "packed_factor": 4}
+            layer.register_parameter("qweight", PackedParameter(data, **dims, **attrs))
+
+    class Config:
+        def get_quant_method(self, layer: Any, prefix: str) -> Packed:
+            return Packed()
+
+    config: Any = Config()
+    table = torch.arange(41 * D // 4, dtype=torch.int32).view(41, -1)
+    layers = build_ranks(
+        tp, lambda p: VocabParallelEmbedding(41, D, parallel=p, quant_config=config)
+    )
+    heads = build_ranks(tp, lambda p: ParallelLMHead(41, D, parallel=p))
+    for layer, head in zip(layers, heads, strict=True):
+        load(layer, table, "qweight")
+        head.tie_weights(layer)
+        assert [name for name, _ in head.named_parameters()] == ["qweight"]
+    joined = torch.cat([layer.qweight for layer in layers])
+    assert torch.equal(joined[:41], table)
+    assert not joined[41:].any()
