@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 import sys
 import threading
-from dataclasses import dataclass
+from typing import Any
 
+from loadkit.claims import HERE, Entry, Local, same_class
 from loadkit.entry_index import Row, index
 from loadkit.errors import (
     ConflictError,
@@ -37,47 +38,6 @@ __all__ = ["Entry", "NameTable"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+\-]{0,127}")
 _PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-_HERE = "this process"
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A row as it is listed. Nothing was imported to make it.
-
-    ``state``: ready, broken, conflict, incompatible, disabled, stale, or not installed.
-    ``value`` is ``module:Class``. ``install`` is the pip line where one is known.
-    """
-
-    name: str
-    value: str
-    distribution: str
-    version: str
-    state: str
-    error: str = ""
-    install: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Local:
-    """A registration made in this process; ``row`` is the plugin that made it, if one did."""
-
-    value: object
-    override: bool
-    row: Row | None
-
-    @property
-    def path(self) -> str:
-        """``module:Class`` of the value."""
-        if isinstance(self.value, str):
-            return self.value
-        module = getattr(self.value, "__module__", "?")
-        return f"{module}:{getattr(self.value, '__qualname__', type(self.value).__name__)}"
-
-    @property
-    def origin(self) -> str:
-        """Where it comes from, for people."""
-        where = self.row.distribution + " " + self.row.version if self.row else _HERE
-        return f"{where} ({self.path})"
 
 
 class NameTable:
@@ -95,7 +55,7 @@ class NameTable:
         self.group = group
         self.noun = noun
         self.base = base
-        self._local: dict[str, _Local] = {}
+        self._local: dict[str, Local] = {}
         self._lock = threading.RLock()
 
     def __repr__(self) -> str:
@@ -109,18 +69,18 @@ class NameTable:
             ConflictError: another value or an installed distribution has it; ``override`` wins.
         """
         self._check_registration(name, value)
-        new = _Local(value, override, current_origin())
+        new = Local(value, override, current_origin())
         with self._lock:
             old = self._local.get(name)
             if not override:
-                claims = [old.origin] if old and not _same(old.path, new.path) else []
+                claims = [old.origin] if old and not same_class(old.path, new.path) else []
                 if old is None or not old.override:
                     rows = self._rows(name)
-                    claims += [row.origin for row in rows if not _same(row.value, new.path)]
+                    claims += [row.origin for row in rows if not same_class(row.value, new.path)]
                 if claims:
                     raise self._conflict(name, [*claims, new.origin])
                 if old is not None and old.override:
-                    new = _Local(value, True, new.row)
+                    new = Local(value, True, new.row)
             self._local[name] = new
         on_undo(lambda: self._restore(name, new, old))
 
@@ -144,10 +104,29 @@ class NameTable:
         if isinstance(found, Row):
             return self._checked(load_row(found), found)
         if isinstance(found.value, str):
-            row = found.row or Row(self.group, name, found.value, _HERE, "")
+            row = found.row or Row(self.group, name, found.value, HERE, "")
             value = found.value
             return self._checked(guarded(row, lambda: import_value(value), "importing it"), row)
         return found.value
+
+    def has(self, name: str) -> bool:
+        """Whether somebody claims ``name``, plugins' registrations included; imports no value.
+
+        A name that two claim, or whose entry point is broken, counts: looking it up says so.
+        """
+        if self._claimed(name):
+            return True
+        from loadkit import plugins
+
+        plugins.load()
+        return self._claimed(name)
+
+    def where(self, name: str) -> Any:
+        """What ``name`` stands for, not imported: a Row, a ``"module:Class"``, or a class."""
+        found = self._find(name)
+        if found is None:
+            raise self.missing(name)
+        return found if isinstance(found, Row) else found.value
 
     def names(self) -> list[str]:
         """Every name that can be looked up now, sorted. Imports nothing."""
@@ -158,9 +137,9 @@ class NameTable:
         """Every name with where it comes from and its state, sorted; broken ones too."""
         found = [self._entry(row) for row in index().of_group(self.group) if not self._hides(row)]
         for name, local in sorted(self._local.items()):
-            row = next((r for r in self._rows(name) if _same(r.value, local.path)), local.row)
+            row = next((r for r in self._rows(name) if same_class(r.value, local.path)), local.row)
             if row is None or row.group != self.group:
-                where = (row.distribution, row.version) if row else (_HERE, "")
+                where = (row.distribution, row.version) if row else (HERE, "")
                 found.append(Entry(name, local.path, *where, "ready"))
         present = {entry.name for entry in found}
         for name, known in KNOWN.get(self.kind, {}).items():
@@ -206,7 +185,7 @@ class NameTable:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _find(self, name: str) -> _Local | Row | None:
+    def _find(self, name: str) -> Local | Row | None:
         """The one registration or row of a name, or None; imports nothing."""
         if name == "auto" and self.kind in ("loaders", "readers"):
             raise UsageError(f"'auto' is a decision of a load, not a {self.noun} by itself")
@@ -215,7 +194,7 @@ class NameTable:
         local = self._local.get(name)
         rows = self._rows(name)
         if local is not None:
-            others = [row.origin for row in rows if not _same(row.value, local.path)]
+            others = [row.origin for row in rows if not same_class(row.value, local.path)]
             if others and not local.override:
                 raise self._conflict(name, [*others, local.origin])
             return local
@@ -226,6 +205,10 @@ class NameTable:
         broken = [row for row in self._rows(name, usable=False) if row.state == "broken"]
         return broken[0] if broken else None
 
+    def _claimed(self, name: str) -> bool:
+        rows = index().by_name.get((self.group, name), [])
+        return name in self._local or any(row.state in ("ready", "broken") for row in rows)
+
     def _rows(self, name: str, *, usable: bool = True) -> list[Row]:
         rows = index().by_name.get((self.group, name), [])
         return [row for row in rows if (row.state == "ready") is usable]
@@ -233,7 +216,7 @@ class NameTable:
     def _hides(self, row: Row) -> bool:
         """Whether an override of this process took a row's name."""
         local = self._local.get(row.name)
-        return local is not None and local.override and not _same(local.path, row.value)
+        return local is not None and local.override and not same_class(local.path, row.value)
 
     def _entry(self, row: Row) -> Entry:
         state, problem = row.state, row.problem
@@ -257,7 +240,7 @@ class NameTable:
             "override=True",
         )
 
-    def _restore(self, name: str, new: _Local, old: _Local | None) -> None:
+    def _restore(self, name: str, new: Local, old: Local | None) -> None:
         """Undo a registration, if it still stands."""
         with self._lock:
             if self._local.get(name) is new:
@@ -294,11 +277,3 @@ class NameTable:
         if problem:
             raise PluginError(f"{row.name!r} of {row.origin} cannot be used: it is {problem}")
         return value
-
-
-def _same(one: str, other: str) -> bool:
-    """Whether two paths are one class: a package may re-export it from a module of its own."""
-    (module, _, name), (module2, _, name2) = one.partition(":"), other.partition(":")
-    same_module = module == module2
-    same_package = module.split(".")[0] == module2.split(".")[0] != "__main__"
-    return name == name2 and (same_module or same_package)

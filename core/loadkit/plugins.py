@@ -13,9 +13,9 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from loadkit.claims import HERE, Entry
 from loadkit.entry_index import Row, index
 from loadkit.errors import LoadkitError, PluginError
-from loadkit.name_table import Entry
 from loadkit.plugin_guard import (
     Failure,
     failures,
@@ -28,7 +28,6 @@ from loadkit.plugin_guard import (
 __all__ = ["Registry", "call", "entries", "failures", "load", "manager", "register", "reset"]
 
 GROUP = "loadkit"
-_HERE = "this process"
 
 _lock = threading.RLock()
 _manager: Any = None
@@ -115,7 +114,7 @@ def register(plugin: object, name: str | None = None, *, row: Row | None = None)
             registering failed; names the plugin and its distribution.
     """
     shown = name or getattr(plugin, "__name__", type(plugin).__name__)
-    row = row or Row(GROUP, str(shown), str(shown), _HERE, "")
+    row = row or Row(GROUP, str(shown), str(shown), HERE, "")
     pm = manager()
 
     def add() -> None:

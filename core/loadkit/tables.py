@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from loadkit.name_table import Entry, NameTable
+from loadkit.claims import Entry
+from loadkit.name_table import NameTable
 
 __all__ = [
     "TABLES",
