@@ -11,7 +11,7 @@ import click
 from loadkit.cli.failures import fail, interrupted
 from loadkit.cli.output import Output
 from loadkit.cli.streams import drop_stdout, logs_to_stderr, prepare_streams
-from loadkit.errors import PluginError
+from loadkit.errors import ConflictError, PluginError
 from loadkit.text import nearest, printable
 
 __all__ = ["COMMANDS", "cli", "run"]
@@ -36,9 +36,9 @@ class CommandTable(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in COMMANDS:
-            return import_command(COMMANDS[cmd_name][0])
-        found = plugin_commands().get(cmd_name)
-        return import_command(found) if isinstance(found, str) else found
+            return import_command(cmd_name, COMMANDS[cmd_name][0])
+        target = plugin_commands().get(cmd_name)
+        return None if target is None else import_command(cmd_name, target)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -61,18 +61,41 @@ class CommandTable(click.Group):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
 
-def import_command(target: str) -> click.Command:
-    """The click command at ``module:attribute``, or the one named ``command`` of a module."""
+def import_command(name: str, target: str) -> click.Command:
+    """The click command at ``module:attribute``, or the one called ``command`` of a module.
+
+    Raises:
+        PluginError: it cannot be imported, or is no click command.
+    """
     module, _, attribute = target.partition(":")
-    found = getattr(import_module(module), attribute or "command")
+    what = f"command '{printable(name)}' ({printable(target)})"
+    try:
+        found = getattr(import_module(module), attribute or "command")
+    except (Exception, SystemExit) as error:  # whatever a plugin's import may raise
+        raise PluginError(f"{what} cannot be imported") from error
     if not isinstance(found, click.Command):
-        raise PluginError(f"{target} is no click command but {type(found).__name__}")
+        raise PluginError(f"{what} is no click command but {type(found).__name__}")
     return found
 
 
-def plugin_commands() -> dict[str, str | click.Command]:
-    """What the plugins' ``register_commands`` hooks add, by name. This imports the plugins."""
-    return {}
+def plugin_commands() -> dict[str, str]:
+    """What the plugins' hooks add, name -> ``module:attribute``. This imports the hook plugins.
+
+    Raises:
+        ConflictError: two plugins add a command of one name.
+    """
+    from loadkit import plugins
+
+    found: dict[str, str] = {}
+    for commands in plugins.call("register_commands"):
+        for name, target in commands.items():
+            if found.setdefault(name, target) != target:
+                raise ConflictError(
+                    f"command '{printable(name)}' is added by two plugins: "
+                    f"{printable(found[name])} and {printable(target)}",
+                    hint="name the distribution of one in LOADKIT_DISABLE_PLUGINS",
+                )
+    return found
 
 
 def _version(ctx: click.Context, param: click.Parameter, value: bool) -> None:

@@ -1,0 +1,242 @@
+"""``formats``, ``models`` and ``plugins``, with fake distributions on the path."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.checkpoints import fake_distribution
+from helpers.cli import Ran, spawn
+from loadkit import plugins
+from loadkit.cli.plugin_probe import probe
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder that distributions are installed in."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = set(sys.modules)
+    plugins.reset()
+    yield tmp_path
+    plugins.reset()
+    for name in set(sys.modules) - before:
+        if getattr(sys.modules[name], "__file__", None) in map(str, tmp_path.iterdir()):
+            del sys.modules[name]
+
+
+def by_name(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in rows}
+
+
+def test_formats_have_the_published_keys_and_no_auto(run: Run) -> None:
+    found = run("formats", "--json").json()
+    assert found["schema"] == "loadkit.formats/1"
+    for row in found["formats"]:
+        assert set(row) == {"name", "distribution", "version", "state", "install"}
+    rows = by_name(found["formats"])
+    assert "auto" not in rows
+    assert rows["safetensors"]["distribution"] == "loadkit-default"
+    assert rows["safetensors"]["state"] == "ready"
+    assert rows["safetensors"]["install"] is None
+
+
+def test_PLG_03_a_known_format_that_is_missing_says_the_pip_line(run: Run) -> None:
+    rows = by_name(run("formats", "--json").json()["formats"])
+    assert rows["tensorizer"]["state"] == "needs pip extra"
+    assert rows["tensorizer"]["install"] == 'pip install "loadkit[tensorizer]"'
+    assert 'pip install "loadkit[tensorizer]"' in run("formats").out
+
+
+@pytest.mark.parametrize("command", ["formats", "models", "plugins"])
+def test_listings_import_neither_torch_nor_a_loader(command: str) -> None:
+    code = (
+        "import sys\nfrom loadkit.cli import main\n"
+        f"main([{command!r}, '--json'])\n"
+        "heavy = {'torch', 'rich', 'loadkit_default', 'loadkit_dummy', 'loadkit_models'}\n"
+        "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_models_have_the_published_keys(run: Run) -> None:
+    found = run("models", "--json").json()
+    assert found["schema"] == "loadkit.models/1"
+    rows = {row["architecture"]: row for row in found["models"]}
+    assert rows["LlamaForCausalLM"] == {
+        "architecture": "LlamaForCausalLM",
+        "class": "loadkit_models.llama:LlamaForCausalLM",
+        "table": "text_generation",
+        "distribution": "loadkit-models",
+    }
+    assert rows["BertModel"]["table"] == "embedding"
+
+
+def test_plugins_have_the_published_keys(run: Run) -> None:
+    found = run("plugins", "--json").json()
+    assert found["schema"] == "loadkit.plugins/1"
+    for row in found["plugins"]:
+        assert set(row) == {"distribution", "version", "kind", "name", "state", "error"}
+    kinds = {(row["kind"], row["name"]): row["state"] for row in found["plugins"]}
+    assert kinds["loaders", "safetensors"] == "ready"
+    assert kinds["readers", "mmap"] == "ready"
+    assert "rows" not in found
+
+
+def test_PLG_01_broken_plugins_are_listed_and_harm_nobody(run: Run, site: Path) -> None:
+    (site / "badplug.py").write_text("import nope_not_here\n")
+    (site / "exitplug.py").write_text("raise SystemExit(3)\n")
+    (site / "diesplug.py").write_text("import os\nos._exit(7)\n")
+    (site / "noisyplug.py").write_text("print('null')\nclass Loader: pass\n")
+    (site / "hooksplug.py").write_text(
+        "from loadkit.hookspecs import hookimpl\n"
+        "@hookimpl\ndef loadkit_plan_ready(plan, nonsense): ...\n"
+    )
+    points = (
+        "[loadkit.loaders]\nbad = badplug:register\nexits = exitplug:register\n"
+        "dies = diesplug:Loader\nfine = noisyplug:Loader\nattr = noisyplug:Nothing\n"
+        "[loadkit]\nhooks = hooksplug\n"
+    )
+    fake_distribution(site, "toys", points, version="2.5")
+    ran = run("plugins", "--json")
+    assert ran.code == 0
+    rows = by_name(ran.json()["plugins"])
+    assert rows["fine"]["state"] == "ready"
+    assert rows["safetensors"]["state"] == "ready"
+    expected = {
+        "bad": "No module named 'nope_not_here'",
+        "exits": "SystemExit: 3",
+        "dies": "exit code 7",
+        "attr": "has no attribute 'Nothing'",
+        "hooks": "nonsense",
+    }
+    for name, words in expected.items():
+        assert rows[name]["state"] == "broken", name
+        assert words in rows[name]["error"], name
+        assert (rows[name]["distribution"], rows[name]["version"]) == ("toys", "2.5")
+    text = run("plugins")
+    assert text.code == 0
+    assert "No module named 'nope_not_here'" in text.out
+
+
+def test_PLG_01_help_and_other_commands_do_not_meet_a_broken_plugin(site: Path) -> None:
+    (site / "dies.py").write_text("import os\nos._exit(7)\n")
+    fake_distribution(site, "toys", "[loadkit.loaders]\nd = dies:L\n[loadkit]\nd = dies\n")
+    env = {"PYTHONPATH": str(site)}
+    for args in (["--help"], ["formats"], ["models"], ["plan", "--help"]):
+        ran = spawn(*args, env=env)
+        assert ran.code == 0
+        assert ran.err == ""
+
+
+def test_PLG_01_strict_makes_a_broken_plugin_an_error(
+    run: Run, site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOADKIT_STRICT_PLUGINS", "1")
+    assert run("plugins").code == 0
+    (site / "badplug.py").write_text("import nope_not_here\n")
+    fake_distribution(site, "bad", "[loadkit.loaders]\nbad = badplug:register\n")
+    ran = run("plugins")
+    assert ran.code == 1
+    assert ran.err == "error: E_PLUGIN: 1 plugin(s) cannot be used\n"
+
+
+def test_L04_a_plugin_that_hangs_is_cut_off_and_the_rest_is_still_asked(site: Path) -> None:
+    (site / "hangs.py").write_text("import time\ntime.sleep(600)\n")
+    (site / "fine.py").write_text("class Loader: pass\n")
+    fake_distribution(site, "a", "[loadkit.loaders]\na = hangs:L\nb = fine:Loader\nc = fine:No\n")
+    rows = [
+        ("loaders", "a", "hangs:L"),
+        ("loaders", "b", "fine:Loader"),
+        ("loaders", "c", "fine:No"),
+    ]
+    start = time.monotonic()
+    first, second, third = probe(rows, timeout=2.0)
+    assert time.monotonic() - start < 10
+    assert first == "importing it took longer than 2 s"
+    assert second is None
+    assert third is not None
+
+
+def test_L09_a_conflict_names_both_distributions(run: Run, site: Path) -> None:
+    (site / "one.py").write_text("class L: pass\n")
+    fake_distribution(site, "first-dist", "[loadkit.loaders]\ntoy = one:L\n")
+    fake_distribution(site, "second-dist", "[loadkit.loaders]\ntoy = two:L\n")
+    rows = [row for row in run("plugins", "--json").json()["plugins"] if row["name"] == "toy"]
+    assert {row["state"] for row in rows} == {"conflict"}
+    assert {row["distribution"] for row in rows} == {"first-dist", "second-dist"}
+    assert "second-dist" in next(r for r in rows if r["distribution"] == "first-dist")["error"]
+
+
+def test_PLG_03_an_allow_list_that_matches_nothing_is_told(
+    run: Run, site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (site / "toymod.py").write_text("class X: pass\n")
+    fake_distribution(site, "toyplug", "[loadkit.loaders]\ntoy = toymod:X\n")
+    monkeypatch.setenv("LOADKIT_PLUGINS", "toyplugg")
+    found = run("plugins", "--json").json()
+    assert any("toyplugg" in note for note in found["notes"])
+    assert by_name(found["plugins"])["toy"]["state"] == "disabled"
+    assert "note: LOADKIT_PLUGINS names toyplugg" in run("plugins").out
+
+
+def test_PLG_03_two_records_of_one_distribution_are_told(run: Run, site: Path) -> None:
+    stale = "[loadkit.loaders]\nother = toy:Y\n"
+    fake_distribution(site, "toyplug", stale, suffix="egg-info", version="0.1")
+    fake_distribution(site, "toyplug", "[loadkit.loaders]\ntoy = toy:X\n", version="0.2")
+    assert any("toyplug" in note for note in run("plugins", "--json").json()["notes"])
+
+
+def test_a_plugins_command_runs_and_help_of_it_works(run: Run, site: Path) -> None:
+    (site / "cmdhooks.py").write_text(
+        "from loadkit.hookspecs import hookimpl\n"
+        "@hookimpl\ndef loadkit_register_commands(): return {'greet': 'cmdmod:greet',"
+        " 'plan': 'cmdmod:greet', 'gone': 'cmdmod:nothing'}\n"
+    )
+    (site / "cmdmod.py").write_text(
+        "import click\nfrom loadkit.cli.options import output_options\n"
+        "@click.command('greet')\n@output_options\n@click.pass_obj\n"
+        "def greet(out):\n    'Say hello.'\n"
+        "    out.emit({'hello': 1}) if out.as_json else out.line('hello')\n    return 1\n"
+    )
+    fake_distribution(site, "greeter", "[loadkit]\ngreeter = cmdhooks\n")
+    assert run("greet").out == "hello\n"
+    assert run("greet").code == 1
+    assert run("greet", "--json").json() == {"schema": "loadkit.greet/1", "hello": 1}
+    assert "Say hello." in run("greet", "--help").out
+    assert "Plan the load" in run("plan", "--help").out  # a plugin does not shadow it
+    assert "did you mean greet?" in run("greeet").err
+    gone = run("gone")
+    assert gone.code == 1
+    assert "error: E_PLUGIN: command 'gone' (cmdmod:nothing) cannot be imported" in gone.err
+
+
+def test_two_plugins_with_one_command_are_a_conflict(run: Run, site: Path) -> None:
+    for letter in "ab":
+        (site / f"hooks_{letter}.py").write_text(
+            "from loadkit.hookspecs import hookimpl\n"
+            f"@hookimpl\ndef loadkit_register_commands(): return {{'greet': 'mod_{letter}:c'}}\n"
+        )
+        fake_distribution(site, f"dist-{letter}", f"[loadkit]\n{letter} = hooks_{letter}\n")
+    ran = run("greet")
+    assert ran.code == 2
+    assert "E_CONFLICT" in ran.err
+    assert "mod_a:c" in ran.err
+    assert "mod_b:c" in ran.err
+
+
+def test_hostile_metadata_of_a_distribution_reaches_no_terminal_raw(run: Run, site: Path) -> None:
+    fake_distribution(
+        site, "toys", "[loadkit.loaders]\nto\x1b[2Jy = a\x1b[2Jb:c\x9b\n", version="1"
+    )
+    for command in ("formats", "plugins"):
+        run(command).assert_clean()
+        run(command, "--json").assert_clean()
