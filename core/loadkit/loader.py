@@ -52,7 +52,7 @@ def run_line(job: Job, watch: Stopwatch | None = None) -> LoadResult:
             with watch.step("plan"):
                 planned = make_plan(job, built)
                 plan = planned.plan
-                plugins.call("loadkit_plan_ready", plan=plan)
+                plugins.call("plan_ready", plan=plan)
                 plan.raise_if_bad()
             with watch.step("read"):
                 done = _read(job, planned)
@@ -60,10 +60,10 @@ def run_line(job: Job, watch: Stopwatch | None = None) -> LoadResult:
                 _finish(job, planned)
         report = _report(job, planned, done, watch, meter)
         result = LoadResult(planned.model, report, plan)
-        plugins.call("loadkit_load_finished", result=result)
+        plugins.call("load_finished", result=result)
         return result
     except LoadkitError as error:
-        plugins.call("loadkit_load_failed", error=error, plan=plan)
+        plugins.call("load_failed", error=error, plan=plan)
         raise
     finally:
         job.close()
@@ -198,7 +198,7 @@ def plan(source: str | os.PathLike[str], **options: Any) -> LoadPlan:
             return plan_without_model(job, error)
         planned = make_plan(job, built)
         planned.reader.close()
-        plugins.call("loadkit_plan_ready", plan=planned.plan)
+        plugins.call("plan_ready", plan=planned.plan)
         return planned.plan
     finally:
         job.close()

@@ -187,7 +187,7 @@ def _detect(source: Source) -> tuple[str, str]:
         return found.load_format, found.why
     except LoadkitError:
         answer = plugins.call(
-            "loadkit_detect_load_format", source=source.uri, files=listing, model_config=None
+            "detect_load_format", source=source.uri, files=listing, model_config=None
         )
         if not answer:
             raise
