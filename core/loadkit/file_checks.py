@@ -16,7 +16,7 @@ from loadkit.text import printable
 if TYPE_CHECKING:
     from loadkit.sources.base import File
 
-__all__ = ["HEAD_BYTES", "Content", "check_content", "show", "sniff"]
+__all__ = ["HEAD_BYTES", "Content", "check_content", "show", "show_path", "sniff"]
 
 Content = Literal["safetensors", "gguf", "torch"]
 
@@ -49,8 +49,13 @@ _TEXT = re.compile(rb"[\t\n\r\x20-\x7e]{16}")
 
 
 def show(name: object) -> str:
-    """A name from outside in quotes, on one line, that cannot steer a terminal."""
-    return f"'{printable(name, ascii_only=False)}'"
+    """A name from a file in quotes, on one line, that cannot steer a terminal or look alike."""
+    return f"'{printable(name)}'"
+
+
+def show_path(path: object) -> str:
+    """A path that the user gave, the same way; letters of every language stay readable."""
+    return f"'{printable(path, ascii_only=False)}'"
 
 
 def sniff(head: bytes, size: int) -> str | None:

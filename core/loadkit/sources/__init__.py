@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from loadkit.errors import NotInstalledError, PathError
-from loadkit.file_checks import show
+from loadkit.file_checks import show_path
+from loadkit.known_names import pip_line
 from loadkit.sources.base import File, FileInfo, Source
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ def open_source(source: str | os.PathLike[str], load_config: LoadConfig) -> Sour
         UnknownNameError: no source of that scheme; it names those that are known.
         NotInstalledError: the scheme is known, and its distribution is not installed.
     """
-    if not isinstance(source, str | os.PathLike) or not isinstance(os.fspath(source), str):
+    given: object = os.fspath(source) if isinstance(source, os.PathLike) else source
+    if not isinstance(given, str):
         raise PathError(f"a source is a path or a URI, not {type(source).__name__}")
     scheme = scheme_of(source)
     if scheme == "file":
@@ -66,10 +68,11 @@ def open_source(source: str | os.PathLike[str], load_config: LoadConfig) -> Sour
 
     if scheme == "hf" and "://" not in os.fspath(source) and "hf" not in tables.sources.names():
         raise NotInstalledError(
-            f"no such file or directory: {show(source)}; it may be a repository of the "
+            f"no such file or directory: {show_path(source)}; it may be a repository of the "
             "Hugging Face hub, and the source for that is not installed",
             detail={"source": os.fspath(source), "extra": "hub"},
-            hint="give the folder it was downloaded to, or pip install 'loadkit[hub]'",
+            hint=f"give the folder it was downloaded to, or {pip_line('hub')}",
         )
-    found: type[Source] = tables.sources.lookup(scheme)
-    return found(os.fspath(source), load_config)
+    found: Any = tables.sources.lookup(scheme)
+    opened: Source = found(os.fspath(source), load_config)
+    return opened

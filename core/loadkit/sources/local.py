@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loadkit.errors import PathError
-from loadkit.file_checks import show
+from loadkit.file_checks import show, show_path
 from loadkit.sources.base import FileInfo, Source
 from loadkit.sources.local_file import LocalFile, read_error
 from loadkit.sources.paths import (
@@ -106,7 +106,7 @@ class LocalSource(Source):
         found = list(islice(self._walk(), MAX_LISTED + 1))
         if len(found) > MAX_LISTED:
             raise PathError(
-                f"{show(self.uri)} holds more than {MAX_LISTED} files",
+                f"{show_path(self.uri)} holds more than {MAX_LISTED} files",
                 hint="name the folder of the checkpoint itself",
             )
         return sorted(found, key=lambda info: info.name)
@@ -160,7 +160,7 @@ class LocalSource(Source):
             return target
         if not any(Path(target).is_relative_to(root) for root in self._allowed):
             raise PathError(
-                f"{show(name)} is a link to {show(target)}, outside of {show(self.root)}",
+                f"{show(name)} is a link to {show(target)}, outside of {show_path(self.root)}",
                 file=name,
                 detail={"target": target},
                 hint="name its folder in LoadConfig.allowed_roots to allow it",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from loadkit.errors import PathError
-from loadkit.file_checks import show
+from loadkit.file_checks import show, show_path
 from loadkit.sources.local_file import read_error
 
 if TYPE_CHECKING:
@@ -33,14 +33,14 @@ def expand_path(uri: str | os.PathLike[str]) -> Path:
     if text.lower().startswith("file:"):
         parts = urlsplit(text)
         if parts.netloc not in ("", "localhost"):
-            raise PathError(f"{show(text)} names another machine; file:// is for this one")
+            raise PathError(f"{show_path(text)} names another machine; file:// is for this one")
         text = unquote(parts.path)
     if not text or "\0" in text:
-        raise PathError(f"{show(text)} is not a path")
+        raise PathError(f"{show_path(text)} is not a path")
     try:
         return Path(text).expanduser().absolute()
     except RuntimeError as error:  # ~nobody
-        raise PathError(f"{show(text)}: {error}") from None
+        raise PathError(f"{show_path(text)}: {error}") from None
 
 
 def check_name(name: object) -> str:
@@ -87,13 +87,13 @@ def stat_root(path: Path, asked: str) -> os.stat_result:
         return path.stat()
     except (FileNotFoundError, NotADirectoryError):
         raise PathError(
-            f"no such file or directory: {show(asked)}", file=str(path), hint=_nearby(path)
+            f"no such file or directory: {show_path(asked)}", file=str(path), hint=_nearby(path)
         ) from None
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise PathError(f"{show(asked)} is a loop of links", file=str(path)) from None
+            raise PathError(f"{show_path(asked)} is a loop of links", file=str(path)) from None
         if error.errno == errno.ENAMETOOLONG:
-            raise PathError(f"{show(asked)} is too long for a path", file=str(path)) from None
+            raise PathError(f"{show_path(asked)} is too long for a path", file=str(path)) from None
         raise read_error(error, asked, "open") from error
 
 
@@ -111,8 +111,8 @@ def _nearby(path: Path) -> str | None:
         return None
     near = difflib.get_close_matches(asked.name, names, n=3)
     if near:
-        return f"{show(str(parent))} holds {', '.join(show(name) for name in near)}"
-    return f"{show(str(parent))} exists, {show(asked.name)} in it does not"
+        return f"{show_path(parent)} holds {', '.join(show_path(name) for name in near)}"
+    return f"{show_path(parent)} exists, {show_path(asked.name)} in it does not"
 
 
 def resolve(path: Path, name: str) -> str:
@@ -150,6 +150,6 @@ def allowed_roots(load_config: LoadConfig) -> list[str]:
     for root in load_config.allowed_roots:
         path = expand_path(root)
         if not path.is_dir():
-            raise PathError(f"allowed root {show(str(root))} is not a folder", file=str(path))
+            raise PathError(f"allowed root {show_path(root)} is not a folder", file=str(path))
         roots.append(os.path.realpath(path))
     return roots

@@ -1,0 +1,1 @@
+"""The load formats ``hf`` and ``safetensors``: checkpoints as Hugging Face saves them."""

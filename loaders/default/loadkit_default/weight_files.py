@@ -1,0 +1,289 @@
+"""Which files of a source hold the weights, why those, and why not the others.
+
+Rules, in order:
+
+1. A single file that was named as the source is the weights.
+2. With an index, exactly the files that it names (``ignore_index`` opts out).
+3. Without one, ``model*.safetensors`` before others: ``model.safetensors``, or the one complete
+   set of ``model-N-of-M.safetensors``; two complete sets are refused.
+4. Otherwise every other file of the pattern.
+
+Variants, adapters, training state, rank files of ``sharded_state`` and, unless ``mistral`` is
+asked for, ``consolidated*`` are never taken by themselves.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from loadkit.detect import FORMAT_PATTERNS, kind_of, no_weights
+from loadkit.errors import IndexFileError
+from loadkit.file_checks import show
+from loadkit_default.weight_index import index_problems, read_index, report
+
+if TYPE_CHECKING:
+    from loadkit.config import LoadConfig
+    from loadkit.safetensors_format import SafetensorsHeader
+    from loadkit.sources.base import FileInfo, Source
+
+__all__ = ["PATTERNS", "WeightFiles", "check_against_index", "find_weight_files"]
+
+logger = logging.getLogger(__name__)
+
+# What each load format reads. `hf` also covers .bin where there are no safetensors.
+PATTERNS: dict[str, tuple[str, ...]] = {
+    "hf": ("*.safetensors",),
+    "safetensors": ("*.safetensors",),
+    "mistral": ("consolidated*.safetensors",),
+}
+_INDEX = {"mistral": "consolidated.safetensors.index.json"}
+_SHARD = re.compile(r"(?P<stem>.+?)-(?P<number>\d{1,6})-of-(?P<total>\d{1,6})\.safetensors")
+_KIND_REASONS = {
+    "training": "training state",
+    "variant": "a variant: name the file to use it",
+    "adapter": "an adapter, not a model",
+    "mistral": "Mistral's own tensor names: read by load_format='mistral'",
+    "sharded_state": "one rank's part: read by load_format='sharded_state'",
+    "safetensors": "not of this load format",
+    "pt": "safetensors go first",
+    "gguf": "read by load_format='gguf'",
+    "tensorizer": "read by load_format='tensorizer'",
+    "dcp": "read by load_format='dcp'",
+}
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """The choice.
+
+    Attributes:
+        files: names of the files that hold the weights, in name order.
+        skipped: every other weight file of the root, with the reason.
+        index: the index's ``{tensor: file}``, or None where none counts.
+        why: one sentence for people.
+        index_file: the index's own name, "" without one.
+    """
+
+    files: list[str]
+    skipped: dict[str, str]
+    index: dict[str, str] | None
+    why: str
+    index_file: str = ""
+
+
+@dataclass
+class _Search:
+    """One search: what is left to choose from, and what was put aside."""
+
+    source: Source
+    load_config: LoadConfig
+    load_format: str
+    patterns: tuple[str, ...]
+    listing: Sequence[FileInfo]
+    candidates: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def choose(self, files: Iterable[str], why: str, reason: str) -> WeightFiles:
+        """These files; every other candidate is skipped with the reason."""
+        chosen = sorted(files)
+        for name in self.candidates:
+            if name not in chosen:
+                self.skipped.setdefault(name, reason)
+        return WeightFiles(chosen, dict(sorted(self.skipped.items())), None, why)
+
+
+def find_weight_files(source: Source, load_config: LoadConfig, load_format: str) -> WeightFiles:
+    """Choose the files, by the rules at the top. Only the index is read.
+
+    Args:
+        source: an open source.
+        load_config: ``ignore_patterns``, ``allow_patterns_overrides`` and ``ignore_index`` count.
+        load_format: ``hf``, ``safetensors`` or ``mistral`` (``auto`` is taken as ``hf``).
+
+    Raises:
+        NoWeightsError: nothing matches; lists patterns, files seen, formats that would match and
+            sub-folders with weights.
+        IndexFileError: the index is broken or does not fit the files, or a shard is missing, or
+            two sets of files could be meant.
+    """
+    load_format = "hf" if load_format == "auto" else load_format
+    patterns = load_config.allow_patterns_overrides or PATTERNS[load_format]
+    search = _Search(source, load_config, load_format, tuple(patterns), source.list())
+    single = getattr(source, "single", None)
+    if single is not None:
+        if not any(fnmatchcase(single, pattern) for pattern in search.patterns):
+            raise no_weights(search.listing, load_format, search.patterns)
+        found = WeightFiles([single], {}, None, "the file that was named")
+    else:
+        _sort_out(search)
+        found = _from_index(search) or _from_names(search)
+    logger.info("weights: %s (%s)", ", ".join(map(show, found.files)), found.why)
+    for name, reason in found.skipped.items():
+        logger.info("not read: %s (%s)", show(name), reason)
+    return found
+
+
+def check_against_index(headers: Iterable[SafetensorsHeader], weight_files: WeightFiles) -> None:
+    """Hold the files' headers against the index, if one counts.
+
+    Raises:
+        IndexFileError: lists every tensor that no file holds, that another file holds, or that
+            the index omits.
+    """
+    if weight_files.index is None:
+        return
+    problems = index_problems(weight_files.index, headers)
+    if problems:
+        raise report(weight_files.index_file, problems)
+
+
+def _sort_out(search: _Search) -> None:
+    """Candidates are the root's files of the patterns; the rest is skipped with its reason."""
+    overridden = search.load_config.allow_patterns_overrides is not None
+    wanted = {"mistral"} if search.load_format == "mistral" else {"safetensors"}
+    for info in search.listing:
+        kind = kind_of(info.name)
+        if kind is None:
+            continue
+        ignored = next(
+            (p for p in search.load_config.ignore_patterns if fnmatchcase(info.name, p)), None
+        )
+        if ignored is not None:
+            search.skipped[info.name] = f"ignore_patterns has {ignored!r}"
+        elif not any(fnmatchcase(info.name, pattern) for pattern in search.patterns):
+            search.skipped[info.name] = _KIND_REASONS[kind]
+        elif kind in wanted or overridden:
+            search.candidates.append(info.name)
+        else:
+            search.skipped[info.name] = _KIND_REASONS[kind]
+
+
+# -- with an index -------------------------------------------------------------------------------
+
+
+def _from_index(search: _Search) -> WeightFiles | None:
+    """What the index names, or None where no index counts."""
+    name = _index_name(search)
+    if name is None or search.load_config.allow_patterns_overrides is not None:
+        return None
+    if search.load_config.ignore_index:
+        logger.info("not read: %s (ignore_index)", show(name))
+        return None
+    index = read_index(search.source.open(name), FORMAT_PATTERNS["safetensors"])
+    files = sorted(set(index.values()))
+    _check_files(search, name, files)
+    found = search.choose(files, f"named by {name}", f"not named by {name}")
+    for file in files:
+        found.skipped.pop(file, None)
+    return WeightFiles(found.files, found.skipped, index, found.why, name)
+
+
+def _index_name(search: _Search) -> str | None:
+    """The index that counts: the standard name, or the only one of another stem."""
+    wanted = _INDEX.get(search.load_format, "model.safetensors.index.json")
+    names = [info.name for info in search.listing if "/" not in info.name]
+    if wanted in names:
+        return wanted
+    others = [
+        name
+        for name in names
+        if name.endswith(".safetensors.index.json")
+        and kind_of(name.removesuffix(".index.json")) == "safetensors"
+    ]
+    return others[0] if len(others) == 1 and search.load_format != "mistral" else None
+
+
+def _check_files(search: _Search, index: str, files: Sequence[str]) -> None:
+    """Every named file is there, and no shard of the same set is left out."""
+    present = {info.name for info in search.listing}
+    missing = [name for name in files if name not in present]
+    problems = [f"{show(name)} is named and missing" for name in missing]
+    sets = {(m["stem"], m["total"]) for name in files if (m := _SHARD.fullmatch(name))}
+    unlisted = [
+        name
+        for name in search.candidates
+        if name not in files and (m := _SHARD.fullmatch(name)) and (m["stem"], m["total"]) in sets
+    ]
+    problems += [f"{show(name)} is there and not named" for name in unlisted]
+    if not problems:
+        return
+    on_disk = [name for name in search.candidates if name not in files]
+    hint = "download the missing files"
+    if missing and on_disk:
+        problems.append("on disk are " + ", ".join(map(show, on_disk[:10])))
+        hint += ", or set ignore_index=true to read those that are on disk"
+    elif not missing:
+        hint = "fix the index, or set ignore_index=true to read all shards"
+    error = report(index, problems, hint)
+    error.detail.update(missing=missing, unlisted=unlisted, on_disk=on_disk)
+    raise error
+
+
+# -- without an index ----------------------------------------------------------------------------
+
+
+def _from_names(search: _Search) -> WeightFiles:
+    """The choice by names alone."""
+    names = search.candidates
+    if not names:
+        raise no_weights(search.listing, search.load_format, search.patterns)
+    if search.load_config.allow_patterns_overrides is not None:
+        return search.choose(names, "all that match allow_patterns_overrides", "")
+    stem = "consolidated" if search.load_format == "mistral" else "model"
+    complete, broken = _shard_sets([name for name in names if name.startswith(stem)])
+    single = f"{stem}.safetensors"
+    sets = [*complete, *([[single]] if single in names else [])]
+    if len(sets) > 1:
+        raise IndexFileError(
+            "no index, and more than one set of files could be the weights: "
+            + "; ".join(", ".join(map(show, files[:3])) for files in sets),
+            detail={"sets": sets},
+            hint="name the right ones in allow_patterns_overrides, or add the index",
+        )
+    if len(sets) == 1:
+        what = single if sets[0] == [single] else f"the complete set of {len(sets[0])} shards"
+        return search.choose(sets[0], f"no index; {what}", f"{what} goes first")
+    if broken:
+        raise _incomplete(broken)
+    preferred = [name for name in names if name.startswith(stem)]
+    if preferred:
+        return search.choose(preferred, f"no index; all {stem}*", f"{stem}* goes first")
+    complete, broken = _shard_sets(names)
+    if broken:
+        raise _incomplete(broken)
+    return search.choose(names, "no index; all that match", "")
+
+
+def _shard_sets(names: Sequence[str]) -> tuple[list[list[str]], dict[str, list[int]]]:
+    """Sets of ``stem-N-of-M``: the complete ones, and of the others which numbers are missing."""
+    sets: dict[tuple[str, str], dict[int, str]] = {}
+    for name in names:
+        match = _SHARD.fullmatch(name)
+        if match:
+            sets.setdefault((match["stem"], match["total"]), {})[int(match["number"])] = name
+    complete: list[list[str]] = []
+    broken: dict[str, list[int]] = {}
+    for (stem, total), found in sorted(sets.items()):
+        first = 0 if 0 in found else 1
+        numbers = range(first, int(total) + first)
+        missing = [number for number in numbers if number not in found]
+        if missing:
+            broken[f"{stem}-?-of-{total}.safetensors"] = missing
+        else:
+            complete.append([found[number] for number in sorted(found)])
+    return complete, broken
+
+
+def _incomplete(broken: dict[str, list[int]]) -> IndexFileError:
+    pattern, numbers = next(iter(broken.items()))
+    some = ", ".join(map(str, numbers[:10])) + (" ..." if len(numbers) > 10 else "")
+    return IndexFileError(
+        f"shards of {show(pattern)} are missing: {some}",
+        detail={"missing": broken},
+        hint="download the missing files",
+    )
