@@ -34,6 +34,7 @@ class BaseModelLoader(ABC):
         options: the keys of ``LoadConfig.model_loader_extra_config`` that it accepts.
         source: the open source, set before any other call.
         parallel: which rank is loaded.
+        config, model_class: what is being loaded, known before ``load_weights``.
         files: names of the weight files it reads.
         skipped_files: files that were not used, with the reason.
         skipped_tensors: tensors of the files that are not offered to the model, with the reason.
@@ -45,6 +46,8 @@ class BaseModelLoader(ABC):
 
     source: Source
     parallel: ParallelConfig
+    config: LoadkitConfig
+    model_class: type[nn.Module]
 
     def __init__(self, load_config: LoadConfig) -> None:
         self.load_config = load_config

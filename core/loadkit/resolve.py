@@ -215,6 +215,7 @@ def _job(
     config = LoadkitConfig(model_config, load_config, parallel, quant_config)
     if quant_config is not None:
         configure_quant_config(quant_config, model_class)
+    loader.config, loader.model_class = config, model_class
     return Job(
         config=config,
         source=source,

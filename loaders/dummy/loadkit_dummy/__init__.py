@@ -1,0 +1,1 @@
+"""The ``dummy`` load format: reproducible small numbers instead of a checkpoint."""
