@@ -6,6 +6,7 @@ imports are not measured) and returns what is measured.
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,13 +46,11 @@ def floor(folder: str, threads: int = 2) -> Go:
 
 def transformers(folder: str) -> Go:
     """``from_pretrained`` in bfloat16, as its documentation says."""
-    from transformers import LlamaForCausalLM
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    LlamaForCausalLM.from_pretrained(str(written(TOY)), dtype=torch.bfloat16)
-    return lambda: LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    library: Any = importlib.import_module("transformers")
+    library.utils.logging.disable_progress_bar()
+    model_class = library.LlamaForCausalLM
+    model_class.from_pretrained(str(written(TOY)), dtype=torch.bfloat16)
+    return lambda: model_class.from_pretrained(folder, dtype=torch.bfloat16)
 
 
 def vllm_way(folder: str) -> Go:
@@ -63,7 +62,7 @@ def vllm_way(folder: str) -> Go:
     return lambda: _vllm_way(Path(folder))
 
 
-def _vllm_way(folder: Path) -> torch.nn.Module:
+def _vllm_way(folder: Path) -> Any:
     from loadkit.build import initialize_model
     from loadkit.config import LoadConfig, LoadkitConfig, ModelConfig
     from loadkit.sources.local import LocalSource
@@ -71,9 +70,10 @@ def _vllm_way(folder: Path) -> torch.nn.Module:
 
     with LocalSource(str(folder), LoadConfig()) as source:
         model_config = ModelConfig.from_source(source, dtype="bfloat16")
-    model = initialize_model(LoadkitConfig(model_config=model_config), LlamaForCausalLM)
-    model.load_weights(_tensors(folder))  # type: ignore[operator]
-    return model.eval()
+    model: Any = initialize_model(LoadkitConfig(model_config=model_config), LlamaForCausalLM)
+    model.load_weights(_tensors(folder))
+    model.eval()
+    return model
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -109,7 +109,7 @@ def _loadkit(toy: Path, folder: Path, load_config: dict[str, Any]) -> Go:
     loadkit.load(str(toy), load_config=options)
     kept: list[Any] = []
 
-    def go() -> torch.nn.Module:
+    def go() -> Any:
         result = loadkit.load(str(folder), load_config=options)
         kept.append(result)
         return result.model

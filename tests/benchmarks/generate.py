@@ -165,7 +165,7 @@ def _block() -> memoryview:
 
     generator = torch.Generator().manual_seed(1)
     numbers = 0.02 * torch.randn(BLOCK // 2, generator=generator)
-    return memoryview(numbers.to(torch.bfloat16).view(torch.uint8).numpy())
+    return memoryview(numbers.to(torch.bfloat16).view(torch.uint8).numpy().data)
 
 
 def _write(out: Any, block: memoryview, at: int, nbytes: int) -> int:

@@ -57,7 +57,7 @@ def _traced(folder: Path) -> Go:
     config, loader, model_class = _parts(folder)
     recorder = Recorder()
     with recorder, parameters_on_meta():
-        model = initialize_model(config, model_class)
+        model: Any = initialize_model(config, model_class)
     weights = list(loader.catalogue(config.model_config))
 
     def go() -> dict[str, Any]:
@@ -75,7 +75,7 @@ def _real(folder: Path) -> Go:
     from loadkit.build import initialize_model
 
     config, loader, model_class = _parts(folder)
-    model = initialize_model(config, model_class)
+    model: Any = initialize_model(config, model_class)
     weights = [
         (name, torch.zeros(tuple(lazy.shape), dtype=lazy.dtype))
         for name, lazy in loader.catalogue(config.model_config)

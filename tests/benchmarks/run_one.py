@@ -69,22 +69,23 @@ class Peak(threading.Thread):
 
 
 def tensors_of(result: Any) -> list[torch.Tensor]:
-    """The tensors of what a variant returned: a module, a tensor, a list of them, or nothing."""
+    """The tensors of what a variant returned: a module, a list of tensors, or something else."""
+    if isinstance(result, list):
+        return result
+    return [p.detach() for p in result.parameters()] if hasattr(result, "parameters") else []
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's elements as one row of bytes."""
     import torch
 
-    if isinstance(result, torch.nn.Module):
-        return [p.detach() for p in result.parameters()]
-    if isinstance(result, torch.Tensor):
-        return [result]
-    return list(result) if isinstance(result, (list, tuple)) else []
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def touch(tensors: Iterable[torch.Tensor]) -> None:
     """Read one byte of every page."""
-    import torch
-
     for tensor in tensors:
-        tensor.reshape(-1).view(torch.uint8)[::PAGE].max()
+        as_bytes(tensor)[::PAGE].max()
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> str:
@@ -93,7 +94,7 @@ def checksum(tensors: Iterable[torch.Tensor]) -> str:
 
     total = 0
     for tensor in tensors:
-        data = tensor.reshape(-1).view(torch.uint8)
+        data = as_bytes(tensor)
         words = data[: data.numel() // 4 * 4].view(torch.int32)
         total += int(words.sum(dtype=torch.int64)) + int(data[words.numel() * 4 :].sum())
     return f"{total % 2**64:016x}"

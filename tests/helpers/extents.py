@@ -10,7 +10,8 @@ import torch
 
 from loadkit.readers.base import Extent, Reader
 from loadkit.readers.mmap import MmapReader
-from loadkit.readers.pread import GAP, LONG_ROW, PreadReader
+from loadkit.readers.pread import GAP, PreadReader
+from loadkit.readers.runs import LONG_ROW
 from loadkit.sources.local_file import LocalFile
 
 READERS: list[type[Reader]] = [PreadReader, MmapReader]
