@@ -29,7 +29,7 @@ def plan(folder: Path, tp: int) -> None:
     print(f"  tp {tp}: ok={answer['ok']}, {answer['model_class']}, each rank reads {reads}")
 
 
-def embed(folder: Path, sentences: list[str]) -> list[list[float]]:
+def similarities(folder: Path, sentences: list[str]) -> list[list[float]]:
     """Cosine similarities ``[N, N]`` of the sentences' mean-pooled embeddings."""
     import torch
     from tokenizers import Tokenizer
@@ -68,7 +68,7 @@ def main() -> int:
     for tp in (1, 2, 4):
         plan(folder, tp)
     print("load")
-    cosine = embed(folder, oracle["sentences"])
+    cosine = similarities(folder, oracle["sentences"])
     print("similarities (the oracle's in brackets)")
     worst = 0.0
     for a, b in ((0, 1), (0, 2), (1, 2)):

@@ -178,6 +178,7 @@ def _kind(mode: int) -> str:
 
 
 def read_error(error: OSError, name: str, verb: str, offset: int | None = None) -> ReadError:
+    """The error of a failed ``verb`` on file ``name``, with the operating system's reason."""
     hint = None
     if error.errno is not None and os.strerror(error.errno) == "Too many open files":
         hint = "raise the limit of open files (ulimit -n)"
