@@ -25,10 +25,11 @@ __all__ = ["BaseModelLoader", "get_model", "get_model_loader"]
 class BaseModelLoader(ABC):
     """Turns a source's files into named tensors and hands them to a model.
 
-    Subclasses implement ``load_weights`` (usually ``model.load_weights(self.get_all_weights(...))``)
-    and ``catalogue``, which yields lazy tensors from headers alone. A loader without a catalogue
-    may still call ``model.load_weights`` with real tensors: placement is traced all the same, and
-    the plan says ``OPAQUE_LOADER``.
+    Subclasses implement ``load_weights``, usually as
+    ``model.load_weights(self.get_all_weights(model_config, model))``, and ``catalogue``, which
+    yields lazy tensors from headers alone. A loader without a catalogue may still call
+    ``model.load_weights`` with real tensors: placement is traced all the same, and the plan says
+    ``OPAQUE_LOADER``.
 
     Attributes:
         options: the keys of ``LoadConfig.model_loader_extra_config`` that it accepts.
@@ -67,7 +68,7 @@ class BaseModelLoader(ABC):
 
         return ModelConfig.from_source(source, load_config=load_config, **options)
 
-    def download_model(self, model_config: ModelConfig) -> None:
+    def download_model(self, model_config: ModelConfig) -> None:  # noqa: B027
         """Make the checkpoint's files available; nothing to do where they already are."""
 
     @abstractmethod

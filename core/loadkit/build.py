@@ -50,7 +50,9 @@ def build(job: Job) -> Built:
     return Built(model, recorder)
 
 
-def initialize_model(config: LoadkitConfig, model_class: type[nn.Module], prefix: str = "") -> nn.Module:
+def initialize_model(
+    config: LoadkitConfig, model_class: type[nn.Module], prefix: str = ""
+) -> nn.Module:
     """Call a model's constructor, whatever its style, under the model's default dtype.
 
     New style is ``(*, config, prefix)``. A ``vllm_config`` gets the same bundle. Older styles get
@@ -98,7 +100,7 @@ def _arguments(config: LoadkitConfig, model_class: type[nn.Module], prefix: str)
 
 @contextmanager
 def set_default_torch_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """torch's default dtype inside the block. Integer and 8-bit dtypes leave it as it is."""
+    """Torch's default dtype inside the block. Integer and 8-bit dtypes leave it as it is."""
     old = torch.get_default_dtype()
     if dtype.is_floating_point and dtype.itemsize > 1:
         torch.set_default_dtype(dtype)

@@ -88,11 +88,15 @@ def moves_of(target: Target, *, direct: bool, alias: bool) -> Moves:
     return Moves(place, [] if place else strips, fills, computed)
 
 
-def _one_run(target: Target, strips: list[tuple[FileLeaf, Strip]]) -> tuple[FileLeaf, int, int] | None:
+def _one_run(
+    target: Target, strips: list[tuple[FileLeaf, Strip]]
+) -> tuple[FileLeaf, int, int] | None:
     """The one run of a file that is the whole target, in order, or None."""
     if not strips or not target.view.is_contiguous():
         return None
-    if any(s.rows != 1 and not s.row_bytes == s.source_stride == s.target_stride for _, s in strips):
+    if any(
+        s.rows != 1 and not s.row_bytes == s.source_stride == s.target_stride for _, s in strips
+    ):
         return None
     strips = sorted(strips, key=lambda item: item[1].target)
     at = target.view.offset * target.dtype.itemsize
@@ -134,9 +138,7 @@ def _can_narrow(expr: Expr) -> bool:
     return (
         isinstance(expr, Call)
         and expr.pointwise
-        and all(
-            _can_narrow(item) and item.size in ((), expr.size) for item in _arguments(expr)
-        )
+        and all(_can_narrow(item) and item.size in ((), expr.size) for item in _arguments(expr))
         and not any(isinstance(a, (tuple, list)) for a in expr.args)
     )
 
@@ -160,7 +162,8 @@ def narrow(expr: Expr, dim: int, start: int, length: int) -> Expr:
     size = (*expr.size[:dim], length, *expr.size[dim + 1 :])
     if isinstance(expr, Filled):
         return Filled(expr.value, size, expr.dtype)
-    assert isinstance(expr, Call)
+    if not isinstance(expr, Call):
+        raise TypeError(f"{type(expr).__name__} cannot be cut")
 
     def cut(item: Any) -> Any:
         if isinstance(item, torch.Tensor):
@@ -181,7 +184,7 @@ def narrow(expr: Expr, dim: int, start: int, length: int) -> Expr:
 
 
 def fetch_strips(view: View) -> tuple[list[Strip], View]:
-    """How a region of a leaf is read into fresh dense memory: strips, and the view that shows it."""
+    """How a region of a leaf is read into fresh dense memory: strips, and the view of it."""
     ordered = dense_order(view)
     if ordered is not None:
         source, shown = ordered

@@ -203,7 +203,9 @@ class LoadPlan:
 
 def _row(values: dict[str, Any]) -> Row:
     def region(item: dict[str, Any] | None) -> Region | None:
-        return item and Region(item["offset"], tuple(item["size"]), tuple(item["stride"]))
+        if item is None:
+            return None
+        return Region(item["offset"], tuple(item["size"]), tuple(item["stride"]))
 
     return Row(
         **{
@@ -225,6 +227,4 @@ def problems_text(problems: Sequence[Problem], source: str) -> str:
 
 def problem_lines(problems: Iterable[Problem]) -> list[str]:
     """One line each: code, message, hint."""
-    return [
-        f"{p.code}: {p.message}" + (f" ({p.hint})" if p.hint else "") for p in problems
-    ]
+    return [f"{p.code}: {p.message}" + (f" ({p.hint})" if p.hint else "") for p in problems]

@@ -228,7 +228,11 @@ def load_into(
     from loadkit.module_loader import ModuleLoader
 
     job = job_for_module(
-        module, source, load_format=load_format, load_config=load_config, parallel=parallel,
+        module,
+        source,
+        load_format=load_format,
+        load_config=load_config,
+        parallel=parallel,
         strict=strict,
     )
     job.loader.__dict__["load_weights"] = ModuleLoader(job.loader, mapper).load_weights

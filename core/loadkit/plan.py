@@ -80,7 +80,7 @@ def make_plan(job: Job, built: Built) -> Planned:
                 break
             log.info("traced again with real data: %s", "; ".join(map(printable, sorted(names))))
             opaque |= names
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # anybody's loader code; it becomes a problem
             problem = _problem(error, built.recorder.current)
             name = problem.tensor
             if name is None or name in failed:
@@ -93,9 +93,7 @@ def make_plan(job: Job, built: Built) -> Planned:
                 break
             opaque |= leaked
     else:
-        general.append(
-            Problem("TOO_MANY_PROBLEMS", f"gave up looking after {MAX_ATTEMPTS} traces")
-        )
+        general.append(Problem("TOO_MANY_PROBLEMS", f"gave up looking after {MAX_ATTEMPTS} traces"))
     return _assemble(job, built, [*failed.values(), *general], opaque)
 
 
@@ -132,7 +130,9 @@ def _mapped(lazy: LazyTensor) -> torch.Tensor:
         return lazy.clone()
     info = leaf.info
     if info.file.path is None or info.offset % leaf.dtype.itemsize:
-        flat = torch.frombuffer(bytearray(info.file.read(info.offset, info.nbytes)), dtype=torch.uint8)
+        flat = torch.frombuffer(
+            bytearray(info.file.read(info.offset, info.nbytes)), dtype=torch.uint8
+        )
     else:
         from loadkit.load_config import LoadConfig
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from loadkit.execution import Target, expression_cost, files_of, moves_of, read_cost
 from loadkit.load_plan import Problem, Region, Row
+from loadkit.name_hints import likely_prefix
 from loadkit.readers import can_alias
 from loadkit.readers.base import Reader
 from loadkit.sources.base import File
@@ -30,7 +32,7 @@ from loadkit.tracing.program import (
     resolve_region,
     walk,
 )
-from loadkit.tracing.storage import Fill, FileLeaf, Storage, Value
+from loadkit.tracing.storage import FileLeaf, Fill, Storage, Value
 from loadkit.tracing.view import View
 
 if TYPE_CHECKING:
@@ -38,8 +40,6 @@ if TYPE_CHECKING:
     from loadkit.resolve import Job
 
 __all__ = ["Costs", "TargetFinder"]
-
-_MAX_CHECKED_DIGITS = 6
 
 
 class Costs(NamedTuple):
@@ -55,9 +55,7 @@ class Costs(NamedTuple):
 class TargetFinder:
     """Goes through a traced model once. ``targets``, ``rows``, ``problems``, ``notes`` result."""
 
-    def __init__(
-        self, job: Job, built: Built, problems: list[Problem], opaque: set[str]
-    ) -> None:
+    def __init__(self, job: Job, built: Built, problems: list[Problem], opaque: set[str]) -> None:
         self.job = job
         self.model = built.model
         self.recorder = built.recorder
@@ -137,7 +135,8 @@ class TargetFinder:
                 continue
             self._problem(
                 "DOUBLE_WRITE",
-                f"{_list(a)} and {_list(b)} are both written to the same elements of {target.names[0]}",
+                f"{_list(a)} and {_list(b)} are both written to the same elements of "
+                f"{target.names[0]}",
                 target.names[0],
                 tensor=b[0],
             )
@@ -167,6 +166,8 @@ class TargetFinder:
             ),
             None,
         )
+        if any(p.parameter in target.names for p in self.problems):
+            return  # what should have been written there is a problem already
         total = target.view.numel
         what = "nothing" if missing == total else f"{missing} of {total} elements: nothing"
         if reason is None and self.job.strict:
@@ -184,9 +185,7 @@ class TargetFinder:
         )
 
     def _is_untouched(self, target: Target, expr: Expr) -> bool:
-        return (
-            is_kept(target.storage, expr) and isinstance(expr, Const) and expr.source is None
-        )
+        return is_kept(target.storage, expr) and isinstance(expr, Const) and expr.source is None
 
     def _missing(self, name: str, missing: int, total: int) -> None:
         files = len({row.file for row in self.rows if row.file}) or len(self.job.loader.files)
@@ -194,9 +193,7 @@ class TargetFinder:
         close = nearest(name, unused)
         hint = f"near: {', '.join(printable(n) for n in close)}" if close else None
         if name.rsplit(".", 2)[-2:] == ["lm_head", "weight"] or name == "lm_head.weight":
-            hint = (
-                "if head and embedding are one: hf_overrides={'tie_word_embeddings': True}"
-            )
+            hint = "if head and embedding are one: hf_overrides={'tie_word_embeddings': True}"
         if missing == total:
             text = f"parameter {name} is not in any of the {files} file(s)"
             self._problem("MISSING", text, name, hint=hint)
@@ -212,9 +209,7 @@ class TargetFinder:
             if not isinstance(expr, Missing):
                 yield view, expr
                 continue
-            for place, value in resolve_region(
-                start, len(start.writes), view, view, target.dtype
-            ):
+            for place, value in resolve_region(start, len(start.writes), view, view, target.dtype):
                 if any(isinstance(item, Missing) for item in walk(value)):
                     value = Filled(0, place.size, target.dtype)
                 yield place, value
@@ -229,15 +224,11 @@ class TargetFinder:
             found = list(_leaves(expr))
             word = exactness(expr) if found else "exact"
             if isinstance(expr, Filled):
-                rows.append(
-                    Row(None, None, None, target.names[0], region, "exact", "fill")
-                )
+                rows.append(Row(None, None, None, target.names[0], region, "exact", "fill"))
             for leaf in found:
                 name = leaf[0]
                 tensors.add(name)
-                rows.append(
-                    Row(name, leaf[1], leaf[2], target.names[0], region, word, _kind(expr))
-                )
+                rows.append(Row(name, leaf[1], leaf[2], target.names[0], region, word, _kind(expr)))
         if len(tensors) > 1:
             rows = [
                 Row(r.tensor, r.file, r.source, r.parameter, r.target, r.exact, "fused")
@@ -250,8 +241,16 @@ class TargetFinder:
             region = Region(view.offset - target.view.offset, view.size, view.stride)
             for name, file, source in _leaves(expr):
                 rows.append(
-                    Row(name, file, source, target.names[0], region, exactness(expr), "tied",
-                        "tied:verify")
+                    Row(
+                        name,
+                        file,
+                        source,
+                        target.names[0],
+                        region,
+                        exactness(expr),
+                        "tied",
+                        "tied:verify",
+                    )
                 )
         self._used |= tensors
         self.rows += rows
@@ -264,14 +263,33 @@ class TargetFinder:
                 self._skip(misfit.name, misfit.message)
                 continue
             code = "UNEXPECTED_TENSOR" if misfit.kind == "UNEXPECTED" else "SHAPE_MISMATCH"
-            problem = Problem(
-                code, misfit.message, misfit.name, misfit.target, hint=misfit.hint
-            )
+            problem = Problem(code, misfit.message, misfit.name, misfit.target, hint=misfit.hint)
             if code == "UNEXPECTED_TENSOR" and not self.job.strict:
                 self.notes.append(problem)
                 self._skip(misfit.name, "strict=False: no place for it")
             else:
                 self.problems.append(problem)
+        self._prefix_hint()
+
+    def _prefix_hint(self) -> None:
+        """Say on the first unexpected tensor which change of prefix would place them all."""
+        at = [i for i, p in enumerate(self.problems) if p.code == "UNEXPECTED_TENSOR"]
+        if not at:
+            return
+        known = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        packed = getattr(self.model, "packed_modules_mapping", None) or {}
+        for name in list(known):
+            head, _, leaf = name.rpartition(".")
+            stem, _, module = head.rpartition(".")
+            known.update(
+                ".".join(filter(None, (stem, part, leaf))) for part in packed.get(module, ())
+            )
+        hint = likely_prefix([self.problems[i].tensor or "" for i in at], known)
+        if hint is not None:
+            first = self.problems[at[0]]
+            self.problems[at[0]] = replace(
+                first, hint=hint if first.hint is None else f"{hint}; {first.hint}"
+            )
 
     def _unused(self) -> None:
         """Tensors that loader code took and used nothing of, and those it was never offered."""
@@ -290,7 +308,9 @@ class TargetFinder:
             text = f"{printable(name)} is loaded as real data: its loader cannot be traced"
             self.notes.append(Problem("OPAQUE_TENSOR", text, name))
         if self.job.loader.opaque:
-            text = f"the loader of {self.job.load_config.load_format} has no catalogue of its tensors"
+            text = (
+                f"the loader of {self.job.load_config.load_format} has no catalogue of its tensors"
+            )
             self.notes.append(Problem("OPAQUE_LOADER", text))
         reads: dict[str, int] = {}
         for read in self.recorder.data_reads:
@@ -300,7 +320,12 @@ class TargetFinder:
             self.notes.append(Problem("DATA_READ", text, name))
 
     def _problem(
-        self, code: str, message: str, parameter: str, *, tensor: str | None = None,
+        self,
+        code: str,
+        message: str,
+        parameter: str,
+        *,
+        tensor: str | None = None,
         hint: str | None = None,
     ) -> None:
         self.problems.append(Problem(code, message, tensor, parameter, hint=hint))
@@ -320,11 +345,15 @@ class TargetFinder:
         storages: dict[int, int] = {}
         host = self.job.device.startswith("cpu")
         for target in self.targets:
-            target.may_alias = target.may_alias and host and all(
-                allowed[id(item.leaf.info.file)]
-                for _, expr in target.pieces
-                for item in [expr]
-                if isinstance(item, Src) and isinstance(item.leaf, FileLeaf)
+            target.may_alias = (
+                target.may_alias
+                and host
+                and all(
+                    allowed[id(item.leaf.info.file)]
+                    for _, expr in target.pieces
+                    for item in [expr]
+                    if isinstance(item, Src) and isinstance(item.leaf, FileLeaf)
+                )
             )
             moves = moves_of(target, direct=host, alias=aliases)
             cost = read_cost(moves, type(reader), shared)
@@ -341,9 +370,7 @@ class TargetFinder:
         owned = sum(storages.values()) if host else 0
         opaque = sum(self.recorder.opaque_bytes.values())
         parameters = sum(t.nbytes for t in self.targets if t.is_parameter)
-        return Costs(
-            needed + opaque, read + opaque, aliased, parameters, owned + staging
-        )
+        return Costs(needed + opaque, read + opaque, aliased, parameters, owned + staging)
 
 
 def _is_repacked(module: nn.Module) -> bool:

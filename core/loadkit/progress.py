@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, Self
 
 __all__ = ["Progress"]
 
@@ -18,7 +18,7 @@ class Progress:
         self._lock = threading.Lock()
         self._bar: Any = None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         if self._shown:
             from tqdm.auto import tqdm
 
@@ -39,6 +39,6 @@ class Progress:
             with self._lock:
                 self._bar.update(nbytes)
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()

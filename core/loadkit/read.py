@@ -156,9 +156,7 @@ class _Run:
 
     def compute(self, target: Target, moves: Moves) -> None:
         """Evaluate what is more than a copy, chunk by chunk."""
-        own = [
-            item for item in moves.computed if reads_own_memory(target.storage, item[1])
-        ]
+        own = [item for item in moves.computed if reads_own_memory(target.storage, item[1])]
         ready = [(view, evaluate(expr, self.fetch, self.cache).clone()) for view, expr in own]
         for view, value in ready:
             self.memory.view(target, view).copy_(value)
@@ -190,7 +188,9 @@ class _Run:
             low, high = src.view.span()
             flat = self.reader.view(leaf.info.file, leaf.info.offset + low, high - low)
             view = View(
-                src.view.size, src.view.stride, src.view.offset - low // src.view.itemsize,
+                src.view.size,
+                src.view.stride,
+                src.view.offset - low // src.view.itemsize,
                 src.view.itemsize,
             )
             self.result.bytes_read += nbytes
@@ -260,5 +260,3 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(
         a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)
     )
-
-

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Self
 
 from loadkit.parallel_config import ParallelConfig
 
@@ -95,7 +95,7 @@ class PeakMeter:
         self._thread = threading.Thread(target=self._sample, daemon=True, name="loadkit-peak")
         self._start = self._peak = 0
 
-    def __enter__(self) -> PeakMeter:
+    def __enter__(self) -> Self:
         self._start = self._peak = anonymous_bytes()
         if self._device.startswith("cuda"):
             import torch
@@ -105,7 +105,7 @@ class PeakMeter:
             self._thread.start()
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()

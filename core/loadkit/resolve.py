@@ -101,9 +101,7 @@ def resolve_config(config: LoadkitConfig, prefix: str = "") -> Job:
     opened = open_source(config.model_config.source, config.load_config)
     try:
         loader, why = _loader_for(opened, config.load_config, config.parallel_config)
-        job = _job(
-            opened, loader, why, config.model_config, config.parallel_config, None, True
-        )
+        job = _job(opened, loader, why, config.model_config, config.parallel_config, None, True)
     except BaseException:
         opened.close()
         raise
@@ -117,7 +115,13 @@ def job_for_loader(loader: BaseModelLoader, config: LoadkitConfig, prefix: str) 
     )
     loader.source, loader.parallel = source, config.parallel_config
     job = _job(
-        source, loader, "the caller's loader", config.model_config, config.parallel_config, None, True
+        source,
+        loader,
+        "the caller's loader",
+        config.model_config,
+        config.parallel_config,
+        None,
+        True,
     )
     return replace(job, prefix=prefix)
 
@@ -139,15 +143,27 @@ def job_for_module(
         loader, why = _loader_for(opened, load_config, parallel)
         dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
         model_config = ModelConfig.from_dict({}, source=opened.uri, load_config=loader.load_config)
-        model_config = model_config.with_dtype(str(dtype).removeprefix("torch."), source="requested")
+        model_config = model_config.with_dtype(
+            str(dtype).removeprefix("torch."), source="requested"
+        )
         config = LoadkitConfig(model_config, loader.load_config, parallel)
     except BaseException:
         opened.close()
         raise
     cls = type(module)
     return Job(
-        config, opened, os.fspath(source), loader, why, cls,
-        f"{cls.__module__}:{cls.__qualname__}", cls.__name__, "", "cpu", strict, module=module,
+        config,
+        opened,
+        os.fspath(source),
+        loader,
+        why,
+        cls,
+        f"{cls.__module__}:{cls.__qualname__}",
+        cls.__name__,
+        "",
+        "cpu",
+        strict,
+        module=module,
     )
 
 
@@ -253,7 +269,7 @@ def _device(device: Any, load_config: LoadConfig) -> str:
 
 
 def _with_dtype(model_config: ModelConfig, loader: BaseModelLoader) -> ModelConfig:
-    """dtype "auto" without a word in the config: what most of the checkpoint's bytes are in."""
+    """Dtype "auto" without a word in the config: what most of the checkpoint's bytes are in."""
     if model_config.dtype_name != "auto":
         return model_config
     bytes_of: dict[torch.dtype, int] = {}

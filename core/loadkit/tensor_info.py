@@ -67,7 +67,8 @@ def torch_dtype(name: str) -> torch.dtype:
     found = getattr(torch, DTYPES[name][1], None)
     if not isinstance(found, torch.dtype):
         raise FormatError(
-            f"dtype {name} needs a torch that has torch.{DTYPES[name][1]}; this is {torch.__version__}",
+            f"dtype {name} needs a torch that has torch.{DTYPES[name][1]}; "
+            f"this is {torch.__version__}",
             code="E_DTYPE",
         )
     return found

@@ -8,14 +8,14 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from torch import nn
+
 from loadkit.base_loader import BaseModelLoader
 from loadkit.build import initialize_model, parameters_on_meta
 from loadkit.config import OptionSpec, ParallelConfig
 from loadkit.tracing.lazy_tensor import generated
 from loadkit.tracing.storage import GeneratedLeaf
 from loadkit.weight_loaders import default_weight_loader
-from torch import nn
-
 from loadkit_dummy.numbers import numbers
 
 if TYPE_CHECKING:
@@ -48,7 +48,9 @@ class DummyModelLoader(BaseModelLoader):
             size = tuple(param.size())
             if rows[id(param)]:
                 size = (size[0] - rows[id(param)], *size[1:])
-            make = partial(numbers, seed=int(self.extra_config["seed"]), name=name, dtype=param.dtype)
+            make = partial(
+                numbers, seed=int(self.extra_config["seed"]), name=name, dtype=param.dtype
+            )
             yield name, generated(GeneratedLeaf(name, size, param.dtype, make))
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator
 
 import torch
+
 from loadkit.tracing.view import View
 
 __all__ = ["CHUNK", "LIMIT", "numbers"]
@@ -23,7 +24,9 @@ def numbers(view: View, *, seed: int, name: str, dtype: torch.dtype) -> torch.Te
     are either. The same (seed, name, element) gives the same number, whatever the view.
     """
     out = torch.empty(view.size, dtype=dtype)
-    key = int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little")
+    key = int.from_bytes(
+        hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little"
+    )
     for place, part in _parts(out, view):
         place.copy_(_as(dtype, _hash(_counters(part), key)))
     return out
