@@ -42,7 +42,6 @@ class BaseModelLoader(ABC):
     """
 
     options: ClassVar[Mapping[str, OptionSpec]] = {}
-    opaque: ClassVar[bool] = False
     needs_source: ClassVar[bool] = True
 
     source: Source

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -99,10 +100,28 @@ def make_plan(job: Job, built: Built) -> Planned:
 
 def _trace(job: Job, built: Built) -> None:
     recorder = built.recorder
-    with recorder:
+    with recorder, _observed_model(built.model, recorder):
         recorder.begin_load()
         with torch.no_grad():
             job.loader.load_weights(built.model, job.config.model_config)
+
+
+@contextmanager
+def _observed_model(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """Let the recorder see the weights that any loader gives to ``model.load_weights``."""
+    own = getattr(model, "load_weights", None)
+    if not callable(own):
+        yield
+        return
+
+    def load_weights(weights: Any, *args: Any, **kwargs: Any) -> Any:
+        return own(recorder.observe(weights), *args, **kwargs)
+
+    model.__dict__["load_weights"] = load_weights
+    try:
+        yield
+    finally:
+        del model.__dict__["load_weights"]
 
 
 def _problem(error: Exception, tensor: str | None) -> Problem:

@@ -307,7 +307,7 @@ class TargetFinder:
         for name in sorted(self._opaque):
             text = f"{printable(name)} is loaded as real data: its loader cannot be traced"
             self.notes.append(Problem("OPAQUE_TENSOR", text, name))
-        if self.job.loader.opaque:
+        if self.recorder.opaque_bytes.keys() - self._opaque:
             text = (
                 f"the loader of {self.job.load_config.load_format} has no catalogue of its tensors"
             )

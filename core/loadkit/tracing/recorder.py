@@ -26,7 +26,6 @@ from loadkit.tracing.program import Src, resolve, sources_of
 from loadkit.tracing.storage import (
     Constant,
     Fill,
-    Operation,
     Storage,
     Unwritten,
     Value,
@@ -109,7 +108,7 @@ class Recorder:
         self._stack.enter_context(self._new_threads_join())
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def covers_this_thread(self) -> bool:
@@ -190,11 +189,16 @@ class Recorder:
     def observe(
         self, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pass weights on, noting which one is being loaded.
+        """Pass weights on, noting which one is being loaded; what is observed already stays so.
 
         Names in ``refused`` are left out; those in ``opaque`` come as real data (``real_of``), and
         real tensors are opaque constants.
         """
+        return weights if isinstance(weights, _Observed) else _Observed(self._observe(weights))
+
+    def _observe(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
             self.yielded.append(name)
             if name in self.refused:
@@ -256,6 +260,16 @@ class Recorder:
             self._storages[storage.keep._cdata] = storage
             return meta
         return LazyTensor(storage, view, meta.dtype)
+
+
+class _Observed(Iterator[tuple[str, torch.Tensor]]):
+    """Weights on their way through ``Recorder.observe``."""
+
+    def __init__(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self._weights = weights
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        return next(self._weights)
 
 
 def _deactivate() -> None:
