@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from loadkit.config import HFConfig
 from loadkit.errors import ConfigFileError
 from loadkit_layers.rotary_embedding import (
     DynamicNTKScalingRotaryEmbedding,
@@ -91,10 +91,10 @@ def test_bfloat16_input_is_rotated_as_transformers_does(rope: dict[str, Any]) ->
 @pytest.mark.parametrize("rope", KINDS)
 def test_the_older_spelling_gives_the_same_numbers(rope: dict[str, Any]) -> None:
     old = {key: value for key, value in rope.items() if key not in ("rope_theta", "rope_type")}
-    config = SimpleNamespace(
+    config = HFConfig(
         max_position_embeddings=MAX_POSITION,
         rope_theta=rope.get("rope_theta", 10000.0),
-        rope_scaling=SimpleNamespace(type=rope["rope_type"], **old),
+        rope_scaling=HFConfig(type=rope["rope_type"], **old),
     )
     positions, x = random_inputs(MAX_POSITION)
     newer = rope_from_config(hf_config(rope), head_size=HEAD_SIZE)(positions, x)[0]
@@ -176,12 +176,12 @@ def test_a_model_cast_to_half_keeps_float32_angles() -> None:
 
 
 def test_settings_are_found_per_layer_type_and_beside_the_dict() -> None:
-    config = SimpleNamespace(
+    config = HFConfig(
         rope_theta=7.0,
         partial_rotary_factor=0.5,
         rope_parameters={
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-            "sliding_attention": SimpleNamespace(rope_type="default"),
+            "sliding_attention": HFConfig(rope_type="default"),
         },
     )
     full = rope_parameters_of(config, "full_attention")

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from loadkit.config import HFConfig
 from loadkit.errors import ConfigFileError
 from loadkit_layers.rotary_embedding.embedding import (
     DynamicNTKScalingRotaryEmbedding,
@@ -136,6 +136,6 @@ def _plain(settings: object) -> dict[str, Any]:
         return {}
     if isinstance(settings, Mapping):
         return dict(settings)
-    if isinstance(settings, SimpleNamespace):
-        return dict(vars(settings))
+    if isinstance(settings, HFConfig):
+        return settings.to_dict()
     raise ConfigFileError(f"rope settings are {type(settings).__name__}, not an object")

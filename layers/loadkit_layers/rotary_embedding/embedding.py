@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from loadkit.errors import ConfigFileError
+from loadkit_layers.custom_op import CustomOp
 from loadkit_layers.rotary_embedding.frequencies import ROPE_TYPES, dynamic_inv_freq, number
 
 __all__ = [
@@ -27,7 +27,8 @@ __all__ = [
 ]
 
 
-class RotaryEmbedding(nn.Module):
+@CustomOp.register("rotary_embedding")
+class RotaryEmbedding(CustomOp):
     """Turns queries and keys by their positions.
 
     Args:
@@ -95,7 +96,7 @@ class RotaryEmbedding(nn.Module):
         angles = positions.unsqueeze(-1).to(torch.float32) * self.frequencies_for(positions)
         return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
 
-    def forward(
+    def forward_native(
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rotate ``query [T, H*D]`` and ``key [T, K*D]`` (optional) by ``positions [T]``."""

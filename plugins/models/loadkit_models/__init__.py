@@ -1,0 +1,1 @@
+"""The model families that come with loadkit. Importing this package does not import torch."""

@@ -1,0 +1,16 @@
+"""Every architecture of this distribution: which table it belongs to, and where its class is.
+
+The tables are those that model lists use: text generation, embedding, multimodal, speculative
+decoding. The entry points of the distribution say the same; a test keeps the two equal.
+"""
+
+from __future__ import annotations
+
+__all__ = ["MODELS"]
+
+# architecture (as config.json names it) -> (table, "module:Class")
+MODELS: dict[str, tuple[str, str]] = {
+    "LlamaForCausalLM": ("text_generation", "loadkit_models.llama:LlamaForCausalLM"),
+    "MistralForCausalLM": ("text_generation", "loadkit_models.llama:MistralForCausalLM"),
+    "BertModel": ("embedding", "loadkit_models.bert:BertModel"),
+}

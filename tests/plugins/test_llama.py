@@ -1,0 +1,349 @@
+"""Llama and Mistral equal transformers, however they are stored and over however many ranks."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.checkpoints import llama_sd
+from helpers.families import Case, Tensors, build, fused, load, positions_of, run, run_on_four_ranks
+from loadkit.config import ParallelConfig
+from loadkit.errors import ConfigFileError, ModelError, UsageError, WeightLoadError
+from loadkit_layers.attention import Attention
+from loadkit_layers.kv_cache import KVCache
+
+transformers = pytest.importorskip(
+    "transformers", reason="the oracle of these tests, in the development requirements"
+)
+
+LLAMA = "loadkit_models.llama:LlamaForCausalLM"
+MISTRAL = "loadkit_models.llama:MistralForCausalLM"
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 99,
+    "max_position_embeddings": 64,
+}
+SCALED = {"factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
+BORDERS = [0, 11, 12, 19]
+# float32 against float32: sums in another order
+TOLERANCE: dict[str, Any] = {"rtol": 0, "atol": 1e-4}
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "untied": {},
+    "tied": {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1e5}},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "head_dim": {"head_dim": 6, "rms_norm_eps": 1e-3},
+    "one_kv_head": {"num_key_value_heads": 1},
+    "all_kv_heads": {"num_key_value_heads": 8, "hidden_act": "gelu"},
+    "linear": {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}},
+    "dynamic": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+    "yarn": {"rope_parameters": {"rope_type": "yarn", **SCALED}},
+    "llama3": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            **SCALED,
+        }
+    },
+    "mistral": {"sliding_window": 4},
+    "mistral_wide": {"sliding_window": None, "head_dim": 8},
+}
+
+
+def oracle(name: str) -> Any:
+    """transformers' model of a variant, every parameter random."""
+    family = "Mistral" if name.startswith("mistral") else "Llama"
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **VARIANTS[name]})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    made = torch.Generator().manual_seed(len(name))
+    for key, param in model.named_parameters():
+        centre = 1.0 if "norm" in key else 0.0
+        param.data.copy_(centre + 0.2 * torch.randn(param.shape, generator=made))
+    return model
+
+
+def make_case(name: str, *, fuse: bool) -> Case:
+    """A variant with what transformers makes of three texts, each alone."""
+    model = oracle(name)
+    ids = torch.randint(0, 99, (19,), generator=torch.Generator().manual_seed(3))
+    first = 60 if name == "dynamic" else 0  # past the trained length
+    hidden, logits = [], []
+    for start, end in pairwise(BORDERS):
+        with torch.inference_mode():
+            out = model(
+                ids[None, start:end],
+                # a dynamic rope stretches by the longest position of the whole call
+                position_ids=positions_of([0, end - start], first)[None],
+                output_hidden_states=True,
+            )
+        hidden.append(out.hidden_states[-1][0])
+        logits.append(out.logits[0])
+    weights = dict(model.state_dict())
+    if model.config.tie_word_embeddings:
+        del weights["lm_head.weight"]
+    return Case(
+        model=MISTRAL if name.startswith("mistral") else LLAMA,
+        config=model.config.to_dict(),
+        weights=fused(weights) if fuse else weights,
+        ids=ids,
+        borders=BORDERS,
+        hidden=torch.cat(hidden),
+        logits=torch.cat(logits),
+        first_position=first,
+    )
+
+
+@pytest.fixture(scope="module")
+def cases() -> dict[str, Case]:
+    names = [name for name in VARIANTS if name != "dynamic"]
+    made = {name: make_case(name, fuse=False) for name in names}
+    return made | {f"{name}_fused": make_case(name, fuse=True) for name in names}
+
+
+@pytest.fixture(scope="module")
+def ranks(
+    cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[Tensors]]:
+    return run_on_four_ranks(cases, tmp_path_factory.mktemp("ranks"))
+
+
+NAMES = [f"{name}{form}" for name in VARIANTS if name != "dynamic" for form in ("", "_fused")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_rank_equals_transformers(name: str, cases: dict[str, Case]) -> None:
+    case = cases[name]
+    model = build(case.model, case.config)
+    load(model, case.weights)
+    got = run(model, case.ids, case.borders, case.first_position, logits=True)
+    torch.testing.assert_close(got["hidden"], case.hidden, **TOLERANCE)
+    torch.testing.assert_close(got["logits"], case.logits, **TOLERANCE)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_real_ranks_equal_transformers(
+    name: str, tp: int, cases: dict[str, Case], ranks: dict[str, list[Tensors]]
+) -> None:
+    for got in ranks[f"{name}/tp{tp}"]:
+        torch.testing.assert_close(got["hidden"], cases[name].hidden, **TOLERANCE)
+        torch.testing.assert_close(got["logits"], cases[name].logits, **TOLERANCE)
+
+
+def test_a_dynamic_rope_past_the_trained_length_equals_transformers() -> None:
+    model = oracle("dynamic")
+    ids, positions = torch.arange(10), torch.arange(60, 70)
+    with torch.inference_mode():
+        expected = model(ids[None], position_ids=positions[None]).logits[0]
+    ours = build(LLAMA, model.config.to_dict())
+    load(ours, dict(model.state_dict()))
+    got = run(ours, ids, [0, 10], 60, logits=True)
+    torch.testing.assert_close(got["logits"], expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["tied", "mistral", "llama3"])
+def test_a_cache_per_attention_gives_the_logits_of_the_whole_text(
+    name: str, cases: dict[str, Case]
+) -> None:
+    case = cases[name]
+    model = build(case.model, case.config)
+    load(model, case.weights)
+    end = case.borders[1]
+    for layer in model.modules():
+        if isinstance(layer, Attention):
+            layer.kv_cache = KVCache()
+    parts = []
+    with torch.inference_mode():
+        for a, b in ((0, 5), *((i, i + 1) for i in range(5, end))):
+            hidden = model(case.ids[a:b], torch.arange(a, b))
+            parts.append(model.compute_logits(hidden))
+    assert case.logits is not None
+    torch.testing.assert_close(torch.cat(parts), case.logits[:end], **TOLERANCE)
+
+
+def test_input_vectors_may_stand_for_ids(cases: dict[str, Case]) -> None:
+    case = cases["untied"]
+    model = build(case.model, case.config)
+    load(model, case.weights)
+    vectors = model.get_input_embeddings(case.ids)
+    positions = positions_of(case.borders)
+    hidden = model(None, positions, inputs_embeds=vectors, cu_seqlens=case.borders)
+    torch.testing.assert_close(hidden, case.hidden, **TOLERANCE)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("form", ["unfused", "fused"])
+def test_the_ranks_shards_put_together_are_the_checkpoint(form: str, tp: int) -> None:
+    weights = dict(oracle("biases").state_dict())
+    config = {**oracle("biases").config.to_dict()}
+    models = [build(LLAMA, config, ParallelConfig(tp_size=tp, tp_rank=r)) for r in range(tp)]
+    for model in models:
+        load(model, fused(weights) if form == "fused" else weights)
+    found: Tensors = {}
+    for name, parts in {
+        key: [dict(model.named_parameters())[key].data for model in models]
+        for key, _ in models[0].named_parameters()
+    }.items():
+        layer = models[0].get_submodule(name.rpartition(".")[0])
+        if "qkv_proj" in name or "gate_up_proj" in name:
+            cut = [part.split(layer.output_partition_sizes) for part in parts]
+            names = ("q_proj", "k_proj", "v_proj") if "qkv" in name else ("gate_proj", "up_proj")
+            fused_name = name.split(".")[-2]
+            for index, part_name in enumerate(names):
+                step = layer.num_kv_head_replicas if part_name in ("k_proj", "v_proj") else 1
+                pieces = [pieces[index] for pieces in cut[::step]]
+                found[name.replace(fused_name, part_name)] = torch.cat(pieces)
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            found[name] = torch.cat(parts, dim=1)
+        elif "embed_tokens" in name or "lm_head" in name:
+            whole = torch.cat(parts)
+            assert not whole[99:].any()
+            found[name] = whole[:99]
+        else:
+            assert all(torch.equal(part, parts[0]) for part in parts)
+            found[name] = parts[0]
+    assert found.keys() == weights.keys()
+    for name, value in weights.items():
+        assert torch.equal(found[name], value), name
+
+
+TOY = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "intermediate_size": 32,
+    "vocab_size": 40,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-5,
+}
+PREFIXES = [
+    "model.",
+    "",
+    "backbone.",
+    "transformer.",
+    "model.model.",
+    "model.language_model.",
+    "language_model.model.",
+]
+
+
+@pytest.mark.parametrize("tensors", ["unfused", "fused"])
+@pytest.mark.parametrize("prefix", PREFIXES, ids=lambda prefix: f"NM-02-{prefix or 'none'}")
+def test_every_usual_prefix_loads(prefix: str, tensors: str) -> None:
+    expected, model = build(LLAMA, TOY), build(LLAMA, TOY)
+    load(expected, llama_sd())
+    weights = llama_sd(prefix=prefix)
+    loaded = load(model, fused(weights) if tensors == "fused" else weights)
+    assert loaded == set(dict(model.named_parameters()))
+    for (name, ours), (_, theirs) in zip(
+        model.named_parameters(), expected.named_parameters(), strict=True
+    ):
+        assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize("prefix", ["model.", "language_model."])
+def test_a_head_under_a_wrapper_is_the_head(prefix: str) -> None:
+    weights = llama_sd()
+    weights[f"{prefix}lm_head.weight"] = weights.pop("lm_head.weight")
+    model = build(LLAMA, TOY)
+    load(model, weights)
+    assert torch.equal(model.lm_head.weight[:40], llama_sd()["lm_head.weight"])
+
+
+def test_a_tied_head_is_the_embeddings_very_parameter() -> None:
+    model = build(LLAMA, {**TOY, "tie_word_embeddings": True})
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    loaded = load(model, llama_sd(head=False))
+    assert "model.embed_tokens.weight" in loaded
+    untied = build(LLAMA, TOY)
+    assert untied.lm_head.weight is not untied.model.embed_tokens.weight
+
+
+def test_CFG_04_the_flag_of_a_nested_config_ties() -> None:
+    nested = {key: value for key, value in TOY.items() if key != "tie_word_embeddings"}
+    model = build(LLAMA, {**nested, "text_config": {"tie_word_embeddings": True}})
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_CFG_04_a_missing_untied_head_is_not_among_the_loaded() -> None:
+    model = build(LLAMA, TOY)
+    loaded = model.load_weights(iter(llama_sd(head=False).items()))
+    assert set(dict(model.named_parameters())) - loaded == {"lm_head.weight"}
+    assert model.lm_head.weight.isnan().all()
+
+
+def test_CFG_05_other_vocabulary_rows_are_an_error_that_names_everything() -> None:
+    model = build(LLAMA, TOY)
+    with pytest.raises(WeightLoadError) as caught:
+        load(model, llama_sd(vocab=42))
+    for part in ("model.embed_tokens.weight", "[42, 16]", "vocab_size 40", "set vocab_size to 42"):
+        assert part in str(caught.value)
+
+
+def test_NM_05_a_computed_table_is_passed_over_and_a_typo_is_not() -> None:
+    table = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
+    load(build(LLAMA, TOY), llama_sd() | table)
+    with pytest.raises(WeightLoadError, match="gate_projj"):
+        load(
+            build(LLAMA, TOY),
+            llama_sd() | {"model.layers.0.mlp.gate_projj.weight": torch.ones(32, 16)},
+        )
+
+
+SMOLLM2 = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "num_hidden_layers": 1,
+    "vocab_size": 49152,
+}
+
+
+@pytest.mark.parametrize("tp", [2, 4, 9])
+def test_TP_08_a_tp_that_does_not_divide_names_those_that_do(tp: int) -> None:
+    with pytest.raises(ModelError, match="tp sizes that fit: 1, 3") as caught:
+        build(LLAMA, SMOLLM2, ParallelConfig(tp_size=tp))
+    assert caught.value.code == "TP_INDIVISIBLE"
+    assert caught.value.detail["legal"] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_size": None}, "has no hidden_size"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"attention_bias": "yes"}, "attention_bias is 'yes'"),
+        ({"rope_scaling": {"rope_type": "nope"}}, "rope type 'nope'"),
+        ({"hidden_act": "what"}, "activation 'what'"),
+    ],
+)
+def test_a_config_that_cannot_be_is_a_typed_error(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigFileError, match=said):
+        build(LLAMA, {**TOY, **changes})
+
+
+def test_pipeline_stages_are_refused() -> None:
+    with pytest.raises(UsageError, match="2 pipeline stages"):
+        build(LLAMA, TOY, ParallelConfig(pp_size=2))
+
+
+def test_the_table_and_the_entry_points_say_the_same(root: Path) -> None:
+    import tomllib
+
+    from loadkit_models.table import MODELS
+
+    project = tomllib.loads((root / "plugins/models/pyproject.toml").read_text())
+    points = project["project"]["entry-points"]["loadkit.models"]
+    assert points == {name: value for name, (_, value) in MODELS.items()}
