@@ -74,6 +74,13 @@ class TargetFinder:
             self._target(names, tensor, is_parameter, module)
         self._unused()
         self._remarks()
+        for found in (self.problems, self.notes):
+            found[:] = [self._with_file(problem) for problem in found]
+
+    def _with_file(self, problem: Problem) -> Problem:
+        """The problem of a tensor names the tensor's file."""
+        file = self.recorder.files.get(problem.tensor or "")
+        return problem if problem.file or file is None else replace(problem, file=file)
 
     # ------------------------------------------------------------ places
 
@@ -301,7 +308,8 @@ class TargetFinder:
                 self._skip(name, "the model's load_weights took it and wrote nothing of it")
 
     def _skip(self, name: str, reason: str) -> None:
-        self.rows.append(Row(name, None, None, None, None, "exact", "skipped", reason))
+        file = self.recorder.files.get(name)
+        self.rows.append(Row(name, file, None, None, None, "exact", "skipped", reason))
 
     def _remarks(self) -> None:
         for name in sorted(self._opaque):

@@ -25,6 +25,7 @@ from loadkit.tracing.misfit import set_sink
 from loadkit.tracing.program import Src, resolve, sources_of
 from loadkit.tracing.storage import (
     Constant,
+    FileLeaf,
     Fill,
     Storage,
     Unwritten,
@@ -82,6 +83,7 @@ class Recorder:
         self.misfits: list[Misfit] = []
         self.data_reads: list[DataRead] = []
         self.yielded: list[str] = []
+        self.files: dict[str, str] = {}  # tensor -> its file's name
         self.refused: frozenset[str] = frozenset()
         self.opaque: frozenset[str] = frozenset()
         self.opaque_bytes: dict[str, int] = {}
@@ -201,6 +203,8 @@ class Recorder:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
             self.yielded.append(name)
+            if isinstance(tensor, LazyTensor) and isinstance(tensor.lazy_storage.base, FileLeaf):
+                self.files[name] = tensor.lazy_storage.base.info.file.name
             if name in self.refused:
                 continue
             self.current = name
