@@ -104,6 +104,10 @@ class FakePlan:
     distribution: str = "loadkit-models"
     load_format: str = "safetensors"
     load_format_why: str = "model.safetensors is there"
+    dtype: str = "float32"
+    reader: str = "mmap"
+    reader_why: str = "local files"
+    notes: Sequence[Problem] = ()
     bytes_needed: int = 1000
     bytes_to_read: int = 1024
     parameter_bytes: int = 1000

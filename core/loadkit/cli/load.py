@@ -10,11 +10,12 @@ from typing import Any
 import click
 
 from loadkit.cli.options import ModelRequest, model_options
-from loadkit.cli.output import Output, human_bytes
+from loadkit.cli.output import LONG_NAME, Output, human_bytes
+from loadkit.text import printable
 
 __all__ = ["command"]
 
-LISTED = 5  # items of a list shown to people; --json has all of them
+LISTED = 8  # items of a list shown to people; --json has all of them
 
 
 @click.command("load")
@@ -59,7 +60,7 @@ def _show(
         out.line()
         tp, pp, ep = (report[f"{axis}_rank"] for axis in ("tp", "pp", "ep"))
         out.line(f"rank tp {tp}/{request.tp}, pp {pp}/{request.pp}, ep {ep}/{request.ep}")
-        left_out = {*keys, "tp_rank", "pp_rank", "ep_rank"}
+        left_out = {*keys, "source", "parallel", "tp_rank", "pp_rank", "ep_rank"}
         out.fields(
             (f"  {key.replace('_', ' ')}", _shown(key, value))
             for key, value in report.items()
@@ -69,17 +70,21 @@ def _show(
 
 def _shown(key: str, value: Any) -> object:
     """A report's value for people: bytes and seconds with units, long lists by their start."""
-    if value is None or isinstance(value, bool | str):
-        return value
+    if isinstance(value, str):
+        return printable(value, LONG_NAME, ascii_only=False)
     if isinstance(value, int) and "bytes" in key:
         return human_bytes(value)
     if isinstance(value, float):
         return f"{value:.3f} s" if "seconds" in key else f"{value:.3f}"
     if isinstance(value, Mapping):
-        parts = [f"{name} {_shown(f'{key} {name}', item)}" for name, item in value.items()]
-        return ", ".join(parts) or "none"
+        parts = [f"{printable(k)} {_shown(f'{key} {k}', item)}" for k, item in value.items()]
+        return _some(parts, ", ")
     if isinstance(value, list | tuple):
-        parts = [str(_shown(key, item)) for item in value[:LISTED]]
-        more = f"; ... ({len(value)} in all)" if len(value) > LISTED else ""
-        return ("; ".join(parts) + more) or "none"
+        return _some([str(_shown(key, item)) for item in value], "; ")
     return value
+
+
+def _some(parts: list[str], between: str) -> str:
+    """The first of some parts, and how many there are."""
+    shown = between.join(parts[:LISTED])
+    return f"{shown}; ... ({len(parts)} in all)" if len(parts) > LISTED else shown or "none"

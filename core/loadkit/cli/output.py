@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from loadkit.text import printable
 
-__all__ = ["Output", "human_bytes", "one_line"]
+__all__ = ["LONG_NAME", "Output", "human_bytes", "one_line"]
 
 LONG_TABLE = 200  # rows; beyond that plain columns: rich takes milliseconds per row
 LONG_NAME = 1_200  # characters of a cell; a legal name has 1,024 bytes

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from loadkit.cli.config_summary import config_summary
 from loadkit.cli.failures import problem_lines
 from loadkit.cli.grouping import GROUP_HEADERS, grouped
 from loadkit.cli.options import ModelRequest, model_options
@@ -15,6 +16,11 @@ from loadkit.cli.output import Output, human_bytes
 
 __all__ = ["command"]
 
+# What a plan says once for all ranks.
+HEAD = (
+    "architecture", "model_class", "distribution", "load_format", "load_format_why", "dtype",
+    "reader", "reader_why",
+)  # fmt: skip
 ROW_HEADERS = ["tensor", "file", "source", "parameter", "target", "exact", "kind"]
 
 
@@ -57,9 +63,8 @@ def _plan_ranks(request: ModelRequest, *, with_rows: bool) -> tuple[dict[str, An
         plan = loader.plan(request.source, parallel=parallel, **keywords)
         if not first:
             first.append(plan)
-            for key in ("architecture", "model_class", "distribution", "load_format"):
-                document[key] = getattr(plan, key)
-            document["load_format_why"] = plan.load_format_why
+            document |= {key: getattr(plan, key) for key in HEAD}
+            document["notes"] = [note.to_dict() for note in plan.notes]
         where = {f"{axis}_rank": getattr(parallel, f"{axis}_rank") for axis in ("tp", "pp", "ep")}
         sizes = ("bytes_needed", "bytes_to_read", "parameter_bytes", "predicted_peak_bytes")
         ranks.append(where | {key: getattr(plan, key) for key in sizes})
@@ -84,10 +89,12 @@ def _show(
     out.fields(
         [
             ("source", request.source),
-            *_config_fields(plans[0]),
+            ("config", config_summary(request)),
             ("architecture", document["architecture"]),
             ("model class", _from(document["model_class"], document["distribution"])),
             ("load format", _because(document["load_format"], document["load_format_why"])),
+            ("dtype", document["dtype"]),
+            ("reader", _because(document["reader"], document["reader_why"])),
             ("parallel", f"tp {request.tp}, pp {request.pp}, ep {request.ep}"),
         ]
     )
@@ -111,6 +118,8 @@ def _show(
             out.line("the first of these ranks:")
         out.table(GROUP_HEADERS, grouped(row.to_dict() for row in plans[0].rows), right=["rows"])
     out.line()
+    for line in problem_lines(document["notes"]):
+        out.line(f"note: {line.strip()}")
     problems = document["problems"]
     out.line("ok: every parameter is filled" if document["ok"] else f"{len(problems)} problem(s):")
     for line in problem_lines(problems):
@@ -139,12 +148,6 @@ def _region(region: Mapping[str, Any] | None) -> str | None:
         plain.append(step)
         step *= length
     return text if list(stride) == plain[::-1] else f"{text} stride {list(stride)}"
-
-
-def _config_fields(plan: Any) -> list[tuple[str, object]]:
-    """What config.json says, as far as the plan carries it."""
-    summary = getattr(plan, "config_summary", None)
-    return [("config", summary)] if summary else []
 
 
 def _from(name: str | None, distribution: str | None) -> str | None:

@@ -1,0 +1,46 @@
+"""One line about a checkpoint's config.json."""
+
+from __future__ import annotations
+
+from loadkit.cli.options import ModelRequest
+from loadkit.cli.settings import read_settings
+
+__all__ = ["config_summary"]
+
+# key of config.json -> how its value is shown
+_SIZES = {
+    "num_hidden_layers": "{} layers",
+    "hidden_size": "hidden {}",
+    "num_attention_heads": "{} heads",
+    "num_key_value_heads": "{} kv heads",
+    "intermediate_size": "ffn {}",
+    "num_local_experts": "{} experts",
+    "num_experts": "{} experts",
+    "vocab_size": "vocab {}",
+}
+
+
+def config_summary(request: ModelRequest) -> str | None:
+    """Family and sizes as config.json (with the overrides) has them; None where there is none.
+
+    Raises:
+        LoadkitError: the source or the config cannot be read.
+    """
+    from loadkit.config import ModelConfig
+    from loadkit.sources import open_source
+
+    load_config, options, _ = read_settings(request.settings)
+    overrides = options.get("hf_overrides", {})
+    with open_source(request.source, load_config) as source:
+        if all(info.name != "config.json" for info in source.list()):
+            return None
+        config = ModelConfig.from_source(source, hf_overrides=overrides)
+    text = config.hf_text_config
+    found = [(shape, text.get(key)) for key, shape in _SIZES.items()]
+    parts = [str(config.hf_config.get("model_type") or "no model_type")]
+    parts += [shape.format(value) for shape, value in found if value is not None]
+    tied = config.tie_word_embeddings
+    parts += [] if tied is None else ["tied embeddings" if tied else "untied head"]
+    quantised = config.quantization_config
+    parts += [f"quantised by {quantised.get('quant_method')}"] if quantised else []
+    return ", ".join(parts)
