@@ -18,11 +18,18 @@ import torch
 
 from loadkit.errors import WeightLoadError
 from loadkit.ignored_weights import IgnoredWeights, harmless_reason
-from loadkit.packed_modules import Packed, invert_packed
+from loadkit.packed_modules import Packed, find_fused, invert_packed
 from loadkit.sharded_name import ShardedName
-from loadkit.text import nearest, printable
+from loadkit.text import printable
 from loadkit.tracing import report_misfit
-from loadkit.weight_errors import Unplaced, describe_failure, file_of, ranks_of, unplaced_error
+from loadkit.weight_errors import (
+    Unplaced,
+    describe_failure,
+    file_of,
+    ranks_of,
+    unplaced_error,
+    what_is_there,
+)
 from loadkit.weight_loaders import default_weight_loader
 
 if TYPE_CHECKING:
@@ -32,7 +39,8 @@ __all__ = ["AutoWeightsLoader"]
 
 log = logging.getLogger("loadkit")
 
-Item = tuple[ShardedName, torch.Tensor]
+# A tensor under its name in the loader's module, and that name's components.
+Item = tuple[ShardedName, list[str], torch.Tensor]
 
 
 class AutoWeightsLoader:
@@ -64,7 +72,6 @@ class AutoWeightsLoader:
         self._ignored = IgnoredWeights(getattr(module, "ignored_weights", None) or ())
         self._unplaced: list[Unplaced] = []
         self._gather = self._packs = False
-        self._base = 0  # characters of the path from the outermost module to ours
 
     def load_weights(
         self,
@@ -92,10 +99,9 @@ class AutoWeightsLoader:
         if first is None:
             return set()
         # A lazy tensor holds no memory, so all of them may be held until their group is whole.
-        self._gather = self._gather or hasattr(first[1], "lazy_storage")
-        self._base = len(first[0].prefix)
+        self._gather = self._gather or hasattr(first[2], "lazy_storage")
         everything = itertools.chain([first], items)
-        loaded = set(self._walk(self.module, first[0].prefix, everything, first[0].packed))
+        loaded = set(self._walk(self.module, 0, first[0].prefix, everything, first[0].packed))
         if self._unplaced:
             raise unplaced_error(self.module, self._unplaced)
         return loaded
@@ -109,84 +115,97 @@ class AutoWeightsLoader:
             elif any(part in name for part in self.skip_substrs):
                 _skip(name, "its name contains one of skip_substrs")
             else:
-                yield name, tensor
+                yield name, name.split("."), tensor
 
     def _walk(
-        self, module: torch.nn.Module, prefix: str, items: Iterable[Item], packed: Packed | None
+        self,
+        module: torch.nn.Module,
+        depth: int,
+        prefix: str,
+        items: Iterable[Item],
+        packed: Packed | None,
     ) -> Iterator[str]:
-        """Place tensors below ``module``; ``prefix`` is its path from the outermost module."""
-        if getattr(module, "is_missing_layer", False):
-            for name, _ in items:
+        """Place tensors below ``module``, ``depth`` components under ours.
+
+        ``prefix`` is its path from the outermost module, with the dot.
+        """
+        if _own(module, "is_missing_layer"):
+            for name, _, _ in items:
                 _skip(name, "its layer belongs to another pipeline stage")
             return
-        if self._packs and (mapping := getattr(module, "packed_modules_mapping", None)):
+        if self._packs and (mapping := _own(module, "packed_modules_mapping")):
             packed = {**(packed or {}), **invert_packed(mapping)}
-        for head, group in self._groups(items):
+        for head, group in self._groups(items, depth):
             target: torch.Tensor | None = module._parameters.get(head)
             target = module._buffers.get(head) if target is None else target
             if (child := module._modules.get(head)) is not None:
-                yield from self._enter(child, f"{prefix}{head}.", group, packed)
+                yield from self._enter(child, depth + 1, f"{prefix}{head}.", group, packed)
             elif target is not None:
-                yield from self._leaf(module, head, target, group)
-            elif found := _fused(module, head, packed):
+                yield from self._leaf(module, depth, target, group)
+            elif found := find_fused(module, head, packed):
                 fused, shard_id, child = found
-                moved = _renamed(group, head, fused, shard_id)
-                yield from self._enter(child, f"{prefix}{fused}.", moved, packed)
+                moved = _renamed(group, depth, fused, shard_id)
+                yield from self._enter(child, depth + 1, f"{prefix}{fused}.", moved, packed)
             else:
-                for name, tensor in group:
-                    self._misplaced(module, name, tensor, packed)
+                for item in group:
+                    self._misplaced(module, depth, item, packed)
 
-    def _groups(self, items: Iterable[Item]) -> Iterator[tuple[str, Iterable[Item]]]:
-        """Tensors by the first component of their names: all of each, or runs of neighbours."""
+    def _groups(self, items: Iterable[Item], depth: int) -> Iterator[tuple[str, Iterable[Item]]]:
+        """Tensors by one component of their names: all of each, or runs of neighbours."""
         if not self._gather:
-            yield from itertools.groupby(items, key=lambda item: item[0].partition(".")[0])
+            yield from itertools.groupby(items, key=lambda item: item[1][depth])
             return
         groups: dict[str, list[Item]] = {}
         for item in items:
-            groups.setdefault(item[0].partition(".")[0], []).append(item)
+            groups.setdefault(item[1][depth], []).append(item)
         yield from groups.items()
 
     def _enter(
-        self, child: torch.nn.Module, prefix: str, group: Iterable[Item], packed: Packed | None
+        self,
+        child: torch.nn.Module,
+        depth: int,
+        prefix: str,
+        group: Iterable[Item],
+        packed: Packed | None,
     ) -> Iterator[str]:
         """Go on in a child, by its own ``load_weights`` if it has one."""
-        inner = self._inner(prefix, group, packed)
-        load = getattr(child, "load_weights", None)
-        missing = getattr(child, "is_missing_layer", False)
-        if not callable(load) or missing or child is self.module:
-            yield from self._walk(child, prefix, inner, packed)
+        inner = self._deeper(group, depth)
+        load = _own(child, "load_weights")
+        if not callable(load) or _own(child, "is_missing_layer") or child is self.module:
+            yield from self._walk(child, depth, prefix, inner, packed)
             return
-        loaded = load(list(inner) if self._gather else inner)
+        named = _relative(inner, depth, prefix, packed)
+        loaded = load(list(named) if self._gather else named)
         if loaded is None:
             log.debug("%s.load_weights does not say what it loaded", type(child).__name__)
+        path = ".".join(prefix.split(".")[-1 - depth :])
         for name in loaded or ():
-            yield prefix[self._base :] + name
+            yield path + name
 
-    def _inner(self, prefix: str, group: Iterable[Item], packed: Packed | None) -> Iterator[Item]:
-        """A child's tensors, under names relative to it."""
-        for name, tensor in group:
-            rest = name.partition(".")[2]
-            if not rest:
-                why = f"'{printable(name.path)}' is a module, not a parameter"
-                self._unplaced_at(name, tensor, why)
+    def _deeper(self, group: Iterable[Item], depth: int) -> Iterator[Item]:
+        """The tensors whose names do not end at a module."""
+        for item in group:
+            if len(item[1]) > depth:
+                yield item
                 continue
-            new = ShardedName(rest, like=name)
-            new.prefix, new.packed = prefix, packed
-            yield new, tensor
+            why = f"'{printable(item[0].path)}' is a module, not a parameter"
+            self._unplaced_at(item[0], item[2], why)
 
     def _leaf(
-        self, module: torch.nn.Module, head: str, target: torch.Tensor, group: Iterable[Item]
+        self, module: torch.nn.Module, depth: int, target: torch.Tensor, group: Iterable[Item]
     ) -> Iterator[str]:
         """Load tensors into one parameter or buffer."""
-        computed = head in module._non_persistent_buffers_set
-        for name, tensor in group:
-            if name != head:
-                why = f"'{printable(name.prefix + head)}' is a parameter and has no members"
+        for name, parts, tensor in group:
+            if len(parts) > depth + 1:
+                path = name.prefix + ".".join(parts[: depth + 1])
+                why = f"'{printable(path)}' is a parameter and has no members"
                 self._unplaced_at(name, tensor, why)
-            elif computed and (reason := harmless_reason(name.checkpoint_name, tensor.shape)):
+            elif parts[depth] in module._non_persistent_buffers_set and (
+                reason := harmless_reason(name.checkpoint_name, tensor.shape)
+            ):
                 _skip(name, reason)
             elif self._load(name, tensor, target):
-                yield name.path[self._base :]
+                yield str(name)
 
     def _load(self, name: ShardedName, tensor: torch.Tensor, target: torch.Tensor) -> bool:
         """Run a weight loader on one tensor; False if a recorder took its failure."""
@@ -213,25 +232,12 @@ class AutoWeightsLoader:
         return True
 
     def _misplaced(
-        self,
-        module: torch.nn.Module,
-        name: ShardedName,
-        tensor: torch.Tensor,
-        packed: Packed | None,
+        self, module: torch.nn.Module, depth: int, item: Item, packed: Packed | None
     ) -> None:
-        """A tensor whose first component is nothing in ``module``."""
-        head, dot, rest = name.partition(".")
-        where = f"'{printable(name.prefix[:-1])}'" if name.prefix else type(module).__name__
-        members = {**module._modules, **module._parameters, **module._buffers}
-        here = sorted(key for key, value in members.items() if value is not None)
-        here += sorted(part for part in packed or () if _fused(module, part, packed))
-        if head in members:
-            why = f"{where} is made without {head!r}"
-        else:
-            shown = ", ".join(here[:12]) + (", ..." if len(here) > 12 else "")
-            why = f"{where} has no '{printable(head)}'; it has {shown or 'nothing'}"
-        near = [name.prefix + one + dot + rest for one in nearest(head, here)]
-        self._unplaced_at(name, tensor, why, here, near)
+        """A tensor whose component at ``depth`` is nothing in ``module``."""
+        name, parts, tensor = item
+        path = name.prefix + "".join(f"{part}." for part in parts[:depth])
+        self._unplaced_at(name, tensor, *what_is_there(module, path, parts[depth:], packed))
 
     def _unplaced_at(
         self,
@@ -259,14 +265,13 @@ class AutoWeightsLoader:
 
     def _excuse(self, name: ShardedName, tensor: torch.Tensor) -> str | None:
         """Why a tensor may be without a place, or None."""
-        relative = name.path[self._base :]
         for text in (name.checkpoint_name, name.path):
             reason = self._ignored.reason(text, tensor.shape) or harmless_reason(text, tensor.shape)
             if reason:
                 return reason
-        if any(_begins(relative, prefix) for prefix in self.ignore_unexpected_prefixes):
+        if any(_begins(name, prefix) for prefix in self.ignore_unexpected_prefixes):
             return "it has no place, and begins with one of ignore_unexpected_prefixes"
-        if relative.endswith(self.ignore_unexpected_suffixes):
+        if name.endswith(self.ignore_unexpected_suffixes):
             return "it has no place, and ends with one of ignore_unexpected_suffixes"
         return None
 
@@ -277,21 +282,28 @@ def _begins(name: str, prefix: str) -> bool:
     return name.startswith(prefix) and name[len(prefix) :][:1] in ("", ".")
 
 
-def _fused(
-    module: torch.nn.Module, head: str, packed: Packed | None
-) -> tuple[str, Any, torch.nn.Module] | None:
-    """The fused module in ``module`` that ``head`` is a part of: its name, the shard id, itself."""
-    for fused, shard_id in (packed or {}).get(head, ()):
-        child = module._modules.get(fused)
-        if child is not None:
-            return fused, shard_id, child
-    return None
-
-
-def _renamed(group: Iterable[Item], head: str, fused: str, shard_id: Any) -> Iterator[Item]:
+def _renamed(group: Iterable[Item], depth: int, fused: str, shard_id: Any) -> Iterator[Item]:
     """Tensors of a part, under the name of the fused module and with the shard id."""
-    for name, tensor in group:
-        yield ShardedName(fused + name[len(head) :], shard_id, like=name), tensor
+    for name, parts, tensor in group:
+        new = [*parts[:depth], fused, *parts[depth + 1 :]]
+        yield ShardedName(".".join(new), shard_id, like=name), new, tensor
+
+
+def _relative(
+    items: Iterable[Item], depth: int, prefix: str, packed: Packed | None
+) -> Iterator[tuple[ShardedName, torch.Tensor]]:
+    """Tensors as a child's ``load_weights`` takes them: under names relative to it."""
+    for name, parts, tensor in items:
+        new = ShardedName(".".join(parts[depth:]), like=name)
+        new.prefix, new.packed = prefix, packed
+        yield new, tensor
+
+
+def _own(module: torch.nn.Module, name: str) -> Any:
+    """An attribute of a module or its class, or None; ``nn.Module.__getattr__`` is not asked."""
+    if name in module.__dict__ or hasattr(type(module), name):
+        return getattr(module, name)
+    return None
 
 
 def _skip(name: ShardedName, reason: str) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Packed", "invert_packed"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Packed", "find_fused", "invert_packed"]
 
 # a part's module name -> (the fused module's name, the shard id), one per fused module it is in
 Packed = Mapping[str, tuple[tuple[str, Any], ...]]
@@ -28,3 +31,14 @@ def invert_packed(mapping: Mapping[str, Sequence[str]]) -> Packed:
             if part != fused:
                 found[part] = (*found.get(part, ()), (fused, shard_id))
     return found
+
+
+def find_fused(
+    module: torch.nn.Module, head: str, packed: Packed | None
+) -> tuple[str, Any, torch.nn.Module] | None:
+    """The fused module in ``module`` that ``head`` is a part of: its name, the shard id, itself."""
+    for fused, shard_id in (packed or {}).get(head, ()):
+        child = module._modules.get(fused)
+        if child is not None:
+            return fused, shard_id, child
+    return None

@@ -9,10 +9,11 @@ import torch
 
 from loadkit.errors import LoadkitError, WeightLoadError
 from loadkit.name_hints import grouped_names, likely_prefix
+from loadkit.packed_modules import Packed, find_fused
 from loadkit.sharded_name import ShardedName
-from loadkit.text import printable
+from loadkit.text import nearest, printable
 
-__all__ = ["Unplaced", "describe_failure", "file_of", "ranks_of", "unplaced_error"]
+__all__ = ["Unplaced", "describe_failure", "file_of", "ranks_of", "unplaced_error", "what_is_there"]
 
 _AXES = ("tp", "pp", "ep")
 
@@ -54,6 +55,27 @@ def unplaced_error(module: torch.nn.Module, unplaced: list[Unplaced]) -> WeightL
         },
         hint=hint,
     )
+
+
+def what_is_there(
+    module: torch.nn.Module, path: str, rest: list[str], packed: Packed | None
+) -> tuple[str, list[str], list[str]]:
+    """Why ``rest`` has no place in ``module`` at ``path`` (with its dot), for the error.
+
+    Returns:
+        The sentence; the members that are there, parts of fused ones too; the nearest names.
+    """
+    head = rest[0]
+    where = f"'{printable(path[:-1])}'" if path else type(module).__name__
+    members = {**module._modules, **module._parameters, **module._buffers}
+    here = sorted(key for key, value in members.items() if value is not None)
+    here += sorted(part for part in packed or () if find_fused(module, part, packed))
+    if head in members:
+        why = f"{where} is made without {head!r}"
+    else:
+        shown = ", ".join(here[:12]) + (", ..." if len(here) > 12 else "")
+        why = f"{where} has no '{printable(head)}'; it has {shown or 'nothing'}"
+    return why, here, [path + ".".join([one, *rest[1:]]) for one in nearest(head, here)]
 
 
 def describe_failure(
