@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from functools import cache
 from pathlib import Path
 
 from loadkit.errors import ChangedError, PathError, ReadError, TruncatedError
@@ -161,7 +162,9 @@ def _identity(found: os.stat_result) -> tuple[int, int, int, int]:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
+@cache
 def _kernel_devices() -> set[int]:
+    """Device numbers of the mounted kernel trees."""
     return {Path(tree).stat().st_dev for tree in _KERNEL_TREES if Path(tree).is_dir()}
 
 
