@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import pickle
 import random
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from helpers.checkpoints import llama_sd
+from helpers.counting import calls_of
 from loadkit.auto_weights_loader import AutoWeightsLoader
 from loadkit.errors import ReadError, WeightLoadError
 from loadkit.mapper import ShardedName, WeightsMapper
@@ -543,18 +543,14 @@ def test_the_walk_is_linear_in_the_names() -> None:
             super().__init__()
             self.experts = nn.ModuleList([Norm() for _ in range(count)])
 
-    def seconds(count: int) -> float:
+    def calls(count: int) -> int:
         weights = {f"experts.{i}.weight": torch.zeros(16) for i in range(count)}
         model = Experts(count)
         for param in model.parameters():
             param.weight_loader = lambda p, w: None
-        start = time.thread_time()
-        AutoWeightsLoader(model).load_weights(weights.items())
-        return time.thread_time() - start
+        return calls_of(lambda: AutoWeightsLoader(model).load_weights(weights.items()))
 
-    seconds(100)
-    small = min(seconds(1000) for _ in range(3))
-    assert min(seconds(8000) for _ in range(2)) < 8 * 3 * small
+    assert calls(1600) < 16.2 * calls(100)
 
 
 def test_a_name_knows_its_way() -> None:
