@@ -68,6 +68,9 @@ class _ModelRegistry:
         # task -> what makes a class for it out of the family's ForCausalLM class
         self._adapters: dict[str, Adapter | str] = {}
 
+    def __reduce__(self) -> str:
+        return "ModelRegistry"  # another process finds its own
+
     def register_model(
         self, model_arch: str, model_cls: type[nn.Module] | str, *, override: bool = False
     ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
+from dataclasses import replace
 from typing import Any
 
 from loadkit.claims import HERE, Entry, Local, same_class
@@ -31,6 +32,7 @@ from loadkit.plugin_guard import (
     load_row,
     mismatch,
     on_undo,
+    report,
 )
 from loadkit.text import nearest, printable
 
@@ -56,6 +58,7 @@ class NameTable:
         self.noun = noun
         self.base = base
         self._local: dict[str, Local] = {}
+        self._contested: dict[str, list[str]] = {}  # by hook plugins: name -> claims
         self._lock = threading.RLock()
 
     def __repr__(self) -> str:
@@ -67,9 +70,11 @@ class NameTable:
         Raises:
             OptionError: no usable name, or no usable value.
             ConflictError: another value or an installed distribution has it; ``override`` wins.
+                A hook plugin goes on: the name becomes an error for who asks for it.
         """
         self._check_registration(name, value)
-        new = Local(value, override, current_origin())
+        plugin = current_origin()
+        new = Local(value, override, plugin)
         with self._lock:
             old = self._local.get(name)
             if not override:
@@ -77,6 +82,9 @@ class NameTable:
                 if old is None or not old.override:
                     rows = self._rows(name)
                     claims += [row.origin for row in rows if not same_class(row.value, new.path)]
+                if claims and plugin is not None and plugin.group == "loadkit":
+                    self._contest(name, [*claims, new.origin], plugin)
+                    return
                 if claims:
                     raise self._conflict(name, [*claims, new.origin])
                 if old is not None and old.override:
@@ -183,6 +191,10 @@ class NameTable:
             if _PATH.fullmatch(path) and not path.startswith("__main__:") and "<" not in path
         }
 
+    def forget_contests(self) -> None:
+        """Forget which names hook plugins fought over."""
+        self._contested.clear()
+
     # -- inside ----------------------------------------------------------------------------------
 
     def _find(self, name: str) -> Local | Row | None:
@@ -193,6 +205,8 @@ class NameTable:
         installed.check_allowed()
         local = self._local.get(name)
         rows = self._rows(name)
+        if name in self._contested and not (local and local.override):
+            raise self._conflict(name, self._contested[name])
         if local is not None:
             others = [row.origin for row in rows if not same_class(row.value, local.path)]
             if others and not local.override:
@@ -225,6 +239,9 @@ class NameTable:
             if len(self._rows(row.name)) > 1:
                 others = [each.origin for each in self._rows(row.name) if each != row]
                 state, problem = "conflict", f"{', '.join(others)} claims the name too"
+            elif row.name in self._contested:
+                claims = " and by ".join(self._contested[row.name])
+                state, problem = "conflict", f"it is claimed by {claims}"
             elif failed is not None:
                 cause = f"{type(failed.error).__name__}: {printable(failed.error)}"
                 state, problem = "broken", cause
@@ -239,6 +256,13 @@ class NameTable:
             hint="uninstall one, name one in LOADKIT_DISABLE_PLUGINS, or register with "
             "override=True",
         )
+
+    def _contest(self, name: str, claims: list[str], plugin: Row) -> None:
+        """A hook plugin claims a name that is taken: told once, and an error when asked for."""
+        self._contested[name] = claims
+        on_undo(lambda: self._contested.pop(name, None))
+        row = replace(plugin, group=self.group, name=name, value=claims[-1])
+        report(self._conflict(name, claims), row)
 
     def _restore(self, name: str, new: Local, old: Local | None) -> None:
         """Undo a registration, if it still stands."""

@@ -108,7 +108,8 @@ class OptionSpec:
         """
         if self.default is None and text.strip().lower() in ("none", "null"):
             return None
-        for kind in self.types:
+        is_object = dict in self.types and text.lstrip().startswith("{")
+        for kind in (dict,) if is_object else self.types:
             value = _from_text(kind, text)
             if value is not None:
                 return self.check(value, owner=owner)

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 from loadkit.entry_index import Row, core_version, index
-from loadkit.errors import PluginError
+from loadkit.errors import LoadkitError, PluginError
 from loadkit.known_names import canonical
 from loadkit.text import printable
 
@@ -31,7 +31,7 @@ __all__ = [
 
 logger = logging.getLogger("loadkit")
 Result = TypeVar("Result")
-Undo = Callable[[], None]
+Undo = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def _plugin_error(row: Row, what: str, error: BaseException) -> PluginError:
     )
 
 
-def report(error: PluginError, row: Row) -> None:
+def report(error: LoadkitError, row: Row) -> None:
     """A discovered plugin is broken: one warning, or the error itself in strict mode."""
     if strict():
         raise error

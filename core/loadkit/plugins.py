@@ -91,10 +91,11 @@ def load() -> None:
             return
         _loading = True
         try:
-            for row in index().of_group(GROUP):
-                if row.state in ("ready", "broken") and row not in _seen:
+            for row in index().rows:
+                wanted = row.group == GROUP and row.state == "ready"
+                if (wanted or row.state == "broken") and row not in _seen:
                     _seen.add(row)
-                    _load(row)
+                    _load(row)  # a broken row of any group is told of here
         finally:
             _loading = False
 
@@ -234,7 +235,11 @@ def entries() -> list[tuple[str, Entry]]:
 def reset() -> None:
     """Forget plugins and failures, so that the next use finds them anew. For tests."""
     global _manager
+    from loadkit.tables import TABLES
+
     with _lock:
         _manager = None
         _seen.clear()
         forget_failures()
+        for table in TABLES.values():
+            table.forget_contests()
