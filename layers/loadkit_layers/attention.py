@@ -6,15 +6,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from loadkit.errors import ModelError, UsageError
 from loadkit_layers.kv_cache import KVCache
-from loadkit_layers.sequences import sequence_spans
+from loadkit_layers.sequences import CuSeqlens, sequence_spans
 
 __all__ = ["Attention"]
 
@@ -80,7 +78,7 @@ class Attention(nn.Module):
         key: torch.Tensor,
         value: torch.Tensor,
         *,
-        cu_seqlens: torch.Tensor | Sequence[int] | None = None,
+        cu_seqlens: CuSeqlens = None,
     ) -> torch.Tensor:
         """Attend within each sequence.
 

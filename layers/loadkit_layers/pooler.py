@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import Enum
 
 import torch
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from loadkit.errors import UsageError
-from loadkit_layers.sequences import sequence_spans
+from loadkit_layers.sequences import CuSeqlens, sequence_spans
 
 __all__ = ["Pooler", "PoolingType"]
 
@@ -50,9 +49,7 @@ class Pooler(nn.Module):
             raise UsageError(f"no pooling type {pooling_type!r}; there are {known}") from None
         self.normalize = normalize
 
-    def forward(
-        self, hidden: torch.Tensor, cu_seqlens: torch.Tensor | Sequence[int] | None = None
-    ) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, cu_seqlens: CuSeqlens = None) -> torch.Tensor:
         """Pool ``hidden [T, D]`` to ``[B, D]``; ``cu_seqlens [B + 1]`` are the sequences' borders.
 
         A mean is taken in float32 and given in the dtype of ``hidden``.

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TypeAlias
 
 import torch
 
 from loadkit.errors import UsageError
 
-__all__ = ["sequence_spans"]
+__all__ = ["CuSeqlens", "sequence_spans"]
+
+CuSeqlens: TypeAlias = torch.Tensor | Sequence[int] | None
 
 
-def sequence_spans(
-    cu_seqlens: torch.Tensor | Sequence[int] | None, total: int
-) -> list[tuple[int, int]]:
+def sequence_spans(cu_seqlens: CuSeqlens, total: int) -> list[tuple[int, int]]:
     """``(start, end)`` of each sequence among ``total`` tokens.
 
     Args:

@@ -8,7 +8,7 @@ Tensors on disk may have any of the usual prefixes, and q, k, v (gate, up) may b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 from loadkit.auto_weights_loader import AutoWeightsLoader
 from loadkit.config import LoadkitConfig
 from loadkit.errors import UsageError
+from loadkit.interfaces import SupportsQuant, TextGenerationModel
 from loadkit.mapper import WeightsMapper
 from loadkit_layers.activation import get_act_and_mul_fn
 from loadkit_layers.attention import Attention
@@ -25,6 +26,7 @@ from loadkit_layers.linear import RowParallelLinear
 from loadkit_layers.logits_processor import LogitsProcessor
 from loadkit_layers.merged_linear import MergedColumnParallelLinear, QKVParallelLinear
 from loadkit_layers.rotary_embedding import rope_from_config
+from loadkit_layers.sequences import CuSeqlens
 from loadkit_layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from loadkit_models.building import check_tp, join, layer_options, refuse_pipeline
 from loadkit_models.config_fields import count, flag, real, text
@@ -38,8 +40,6 @@ __all__ = [
     "LlamaModel",
     "MistralForCausalLM",
 ]
-
-CuSeqlens = torch.Tensor | Sequence[int] | None
 
 
 class LlamaMLP(nn.Module):
@@ -173,7 +173,7 @@ class LlamaModel(nn.Module):
         return normed
 
 
-class LlamaForCausalLM(nn.Module):
+class LlamaForCausalLM(nn.Module, TextGenerationModel, SupportsQuant):
     """A Llama with its head.
 
     Raises:
