@@ -36,6 +36,15 @@ def test_tables_escape_cells_on_a_terminal_too(
     assert "[bold red]x[/] :smile:" in out
 
 
+def test_a_table_too_wide_for_the_terminal_keeps_names_in_one_piece(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    Output().table(["name"], [["a" * 200]])
+    assert "a" * 200 in capsys.readouterr().out
+
+
 def test_plain_tables_align_columns_and_never_wrap(capsys: pytest.CaptureFixture[str]) -> None:
     Output().table(["n", "name"], [[1, "a" * 300], [20, None]], right=["n"])
     assert capsys.readouterr().out.splitlines() == [" n  name", " 1  " + "a" * 300, "20  -"]

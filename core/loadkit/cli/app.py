@@ -112,7 +112,10 @@ def _version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     epilog="Exit codes: 0 good, 1 the checkpoint or model is at fault, 2 usage, "
     "3 I/O or network, 130 interrupted.",
 )
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version)
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_version,
+    help="Show the version and exit.",
+)  # fmt: skip
 def cli() -> None:
     """Turn a checkpoint, in any format, from any place, into a ready, sharded torch module.
 

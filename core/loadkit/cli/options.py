@@ -131,7 +131,8 @@ _MODEL = [
     _option("--quantization", metavar="M", help="Quantisation method."),
     _option("--model-impl", default="auto", metavar="I", help="Which implementation of a model."),
     _option("--trust-remote-code", is_flag=True, help="Allow code that comes with a model."),
-    _option("--strict/--no-strict", default=True, help="Refuse tensors that no parameter takes."),
+    _option("--strict/--no-strict", default=True,
+            help="Refuse tensors without a place, and parameters without a tensor."),
     _option("--set", "settings", multiple=True, metavar="KEY=VALUE",
             help="A field of LoadConfig or ModelConfig; may be repeated."),
 ]  # fmt: skip

@@ -10,6 +10,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from shutil import get_terminal_size
 from typing import Any, TextIO
 
 from loadkit.text import printable
@@ -17,6 +18,7 @@ from loadkit.text import printable
 __all__ = ["LONG_NAME", "Output", "human_bytes", "one_line"]
 
 LONG_TABLE = 200  # rows; beyond that plain columns: rich takes milliseconds per row
+RICH_GAP = 3  # columns between two of rich's, and at its edges
 LONG_NAME = 1_200  # characters of a cell; a legal name has 1,024 bytes
 LONG_LINE = 8_000  # characters
 
@@ -53,16 +55,18 @@ class Output:
     ) -> None:
         """Rows in columns; the columns named in ``right`` are right-aligned.
 
-        A person at a terminal gets rich's table, folded to its width. A pipe, or a table too long
-        to look at, gets plain columns, one row a line.
+        A person at a terminal gets rich's table where it fits. A pipe, or a table too long or too
+        wide (names are of no use in pieces), gets plain columns, one row a line.
         """
         cells = [
             ["-" if cell is None else printable(cell, LONG_NAME) for cell in row] for row in rows
         ]
-        if sys.stdout.isatty() and len(rows) <= LONG_TABLE:
+        widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
+        room = get_terminal_size().columns - RICH_GAP * len(widths)
+        if sys.stdout.isatty() and len(rows) <= LONG_TABLE and sum(widths) <= room:
             _rich_table(headers, cells, right)
         else:
-            _plain_table(headers, cells, right)
+            _plain_table(headers, cells, right, widths)
 
     def emit(self, values: Mapping[str, Any]) -> None:
         """The one JSON object of this run, on stdout, its ``schema`` first."""
@@ -115,12 +119,13 @@ def _rich_table(
 
 
 def _plain_table(
-    headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]
+    headers: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right: Sequence[str],
+    widths: Sequence[int],
 ) -> None:
-    lines = [list(headers), *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(headers))]
     to_right = [header in right for header in headers]
-    for line in lines:
+    for line in (headers, *rows):
         cells = [
             cell.rjust(width) if at_right else cell.ljust(width)
             for cell, width, at_right in zip(line, widths, to_right, strict=True)
