@@ -90,7 +90,11 @@ def _as(dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
         part = torch.complex(_unit(x), _unit(_hash(x, 1)))
         return part.to(dtype)
     if dtype.is_floating_point:
-        return _unit(x).to(dtype)
+        small = _unit(x)
+        made = small.to(dtype)
+        if dtype.itemsize == 1:  # the nearest number that an 8-bit float has may lie outside
+            made = torch.where(made.to(torch.float32).abs() > LIMIT, 0.0, small).to(dtype)
+        return made
     if torch.iinfo(dtype).min == 0:
         return (x & 1).to(dtype)
     return (_shift(x, 32) % 3 - 1).to(dtype)
