@@ -28,7 +28,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
     plugins.reset()
     for name in set(sys.modules) - before:
-        if getattr(sys.modules[name], "__file__", None) in map(str, tmp_path.iterdir()):
+        if str(getattr(sys.modules[name], "__file__", None)) in map(str, tmp_path.iterdir()):
             del sys.modules[name]
 
 
