@@ -162,6 +162,17 @@ def test_a_checkpoint_without_the_pooler_loads_and_has_none() -> None:
         model.pooler_output(torch.zeros(3, 24))
 
 
+def test_weights_in_several_calls_keep_the_pooler(cases: dict[str, Case]) -> None:
+    weights = list(cases["plain"].weights.items())
+    model = build(BERT, cases["plain"].config)
+    for at in range(0, len(weights), 7):
+        model.load_weights(iter(weights[at : at + 7]))
+    assert model.pooler is not None
+    model.load_weights((name, tensor) for name, tensor in weights if "pooler" not in name)
+    assert model.pooler is not None
+    assert not any(param.isnan().any() for param in model.parameters())
+
+
 def test_half_a_pooler_is_not_enough() -> None:
     weights = dict(oracle().state_dict())
     del weights["pooler.dense.bias"]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -26,6 +27,8 @@ from loadkit_models.sentence_transformers import read_pooling
 from loadkit_models.sizes import DecoderSizes
 
 __all__ = ["BertModel", "BertPooler"]
+
+log = logging.getLogger("loadkit")
 
 
 class BertPooler(nn.Module):
@@ -94,6 +97,7 @@ class BertModel(nn.Module, PoolingModel, SupportsQuant):
         self.embeddings = BertEmbeddings(config=config, prefix=join(prefix, "embeddings"))
         self.encoder = BertEncoder(config=config, prefix=join(prefix, "encoder"))
         self.pooler: BertPooler | None = BertPooler(config=config, prefix=join(prefix, "pooler"))
+        self._has_pooler = False  # until a weight of it comes
         self._pooling = read_pooling(config.model_config.source, config.load_config)
         self.pooling = Pooler(self._pooling.kind, self._pooling.normalize)
 
@@ -144,9 +148,17 @@ class BertModel(nn.Module, PoolingModel, SupportsQuant):
         return summary
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Place checkpoint tensors; gives the names of the parameters that got any."""
+        """Place checkpoint tensors; gives the names of the parameters that got any.
+
+        Weights may come in several calls. A call that fills all the rest, where no pooler weight
+        ever came, tells that the checkpoint has none: then the model has no pooler either.
+        """
         loader = AutoWeightsLoader(self)
         loaded = loader.load_weights(weights, mapper=self.hf_to_loadkit_mapper)
-        if not any(name.startswith("pooler.") for name in loaded):
+        own = {name for name, _ in self.named_parameters()}
+        pooler = {name for name in own if name.startswith("pooler.")}
+        self._has_pooler = self._has_pooler or bool(pooler & loaded)
+        if pooler and not self._has_pooler and own - pooler <= loaded:
+            log.info("the checkpoint has no pooler weights, so the model has no pooler")
             self.pooler = None
         return loaded
