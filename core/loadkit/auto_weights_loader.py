@@ -71,6 +71,7 @@ class AutoWeightsLoader:
         self.ignore_unexpected_suffixes = tuple(ignore_unexpected_suffixes or ())
         self._ignored = IgnoredWeights(getattr(module, "ignored_weights", None) or ())
         self._unplaced: list[Unplaced] = []
+        self._parts: Packed = {}  # of the mapper's stacked rules, for hints
         self._gather = self._packs = False
 
     def load_weights(
@@ -91,9 +92,9 @@ class AutoWeightsLoader:
         """
         self._gather = isinstance(weights, Collection)
         self._packs = mapper is None or not mapper.stacks
-        self._unplaced = []
+        self._unplaced, self._parts = [], {}
         if mapper is not None:
-            weights = mapper.apply(weights)
+            weights, self._parts = mapper.apply(weights), mapper.stacked_parts
         items = self._started(weights)
         first = next(items, None)
         if first is None:
@@ -237,7 +238,8 @@ class AutoWeightsLoader:
         """A tensor whose component at ``depth`` is nothing in ``module``."""
         name, parts, tensor = item
         path = name.prefix + "".join(f"{part}." for part in parts[:depth])
-        self._unplaced_at(name, tensor, *what_is_there(module, path, parts[depth:], packed))
+        known = {**self._parts, **(packed or {})}
+        self._unplaced_at(name, tensor, *what_is_there(module, path, parts[depth:], known))
 
     def _unplaced_at(
         self,

@@ -24,11 +24,12 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from loadkit.errors import ModelError, WeightLoadError
+from loadkit.map_steps import Explanation, MappedName, Step
 from loadkit.name_rules import Hit, Kind, Parts, RegexTable, Table
+from loadkit.packed_modules import Packed
 from loadkit.sharded_name import ShardedName
 from loadkit.text import printable
 from loadkit.tracing import report_misfit
@@ -41,43 +42,6 @@ if TYPE_CHECKING:
 __all__ = ["Explanation", "MappedName", "ShardedName", "Step", "WeightsMapper"]
 
 log = logging.getLogger("loadkit")
-
-
-class MappedName(NamedTuple):
-    """Where a checkpoint tensor goes: a model name, and the part of it, if it is fused."""
-
-    name: str
-    shard_id: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One rule that fired: ``before`` became ``after`` (None: dropped)."""
-
-    kind: Kind
-    pattern: str
-    before: str
-    after: str | None
-    shard_id: Any = None
-
-    def __str__(self) -> str:
-        if self.after is None:
-            return f"{self.kind} {self.pattern!r}: '{printable(self.before)}' is dropped"
-        shard = "" if self.shard_id is None else f", shard {self.shard_id!r}"
-        change = f"'{printable(self.before)}' -> '{printable(self.after)}'"
-        return f"{self.kind} {self.pattern!r}: {change}{shard}"
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """Every rule that fired on ``name``, in order, and where it ended (None: dropped)."""
-
-    name: str
-    steps: tuple[Step, ...]
-    result: MappedName | None
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self.steps)) or f"no rule matches '{printable(self.name)}'"
 
 
 Targets = Mapping[str, str | None]
@@ -126,6 +90,15 @@ class WeightsMapper:
     def stacks(self) -> bool:
         """Whether there is any stacked rule."""
         return bool(self.orig_to_new_stacked)
+
+    @property
+    def stacked_parts(self) -> Packed:
+        """The stacked rules by the last component of what they match, for hints."""
+        return {
+            run[-1]: ((rule.target[-1], rule.shard_id),)
+            for run, rule in self._stacked.runs.items()
+            if rule.target
+        }
 
     def map_name(self, name: str) -> MappedName | None:
         """Where ``name`` goes, or None if a rule drops it.
