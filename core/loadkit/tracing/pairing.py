@@ -72,16 +72,16 @@ def dense_order(source: View) -> tuple[View, View] | None:
     """A source view without repeats, dimensions by falling stride, and a dense view to read into.
 
     Both walk the same elements in file order; the second one's strides, put back in the caller's
-    order, show the elements as ``source`` does. None if two dimensions walk the same elements.
+    order, show the elements as ``source`` does. None if dimensions overlap or interleave.
     """
     order = sorted(range(len(source.size)), key=lambda d: -source.stride[d])
     size = tuple(source.size[d] if source.stride[d] else 1 for d in order)
     stride = tuple(source.stride[d] for d in order)
-    for (n, s), outer in zip(
-        zip(size[1:], stride[1:], strict=True), stride, strict=False
-    ):
-        if n != 1 and outer and (n - 1) * s >= outer:
+    reach = 0  # of all dimensions below the one looked at
+    for n, s in zip(reversed(size), reversed(stride), strict=True):
+        if n != 1 and s <= reach:
             return None
+        reach += (n - 1) * s
     dense: list[int] = []
     step = 1
     for n in reversed(size):
