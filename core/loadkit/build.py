@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from loadkit.errors import ModelError
-from loadkit.tracing.recorder import Recorder
+from loadkit.tracing.recorder import Recorder, active_recorder
 
 if TYPE_CHECKING:
     from loadkit.config import LoadkitConfig
@@ -125,7 +125,7 @@ def parameters_on_meta() -> Iterator[None]:
             to_meta(param)
         original(module, name, param)
 
-    nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_parameter  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
@@ -134,11 +134,14 @@ def parameters_on_meta() -> Iterator[None]:
 
 def to_meta(param: torch.Tensor) -> None:
     """Give up a parameter's memory, in place."""
-    if param.device.type == "meta" or isinstance(param, nn.parameter.UninitializedTensorMixin):
+    if param.device.type == "meta" or torch.nn.parameter.is_lazy(param):
         return
     data = torch.empty_strided(
         tuple(param.size()), param.stride(), dtype=param.dtype, device="meta"
     )
+    recorder = active_recorder()
+    if recorder is not None:
+        recorder.note_initial(param, data)
     swap(param, data)
 
 

@@ -211,7 +211,8 @@ class TargetFinder:
     def _with_initial(self, target: Target) -> Iterator[Piece]:
         """The pieces, with what the constructor wrote (or zeros) where there is nothing."""
         storage = target.storage
-        start = Storage(storage.base, storage.numel, storage.itemsize, storage.initial)
+        made = storage.writes[: storage.loaded_from]
+        start = Storage(storage.base, storage.numel, storage.itemsize, made)
         for view, expr in target.pieces:
             if not isinstance(expr, Missing):
                 yield view, expr

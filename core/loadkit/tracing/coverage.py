@@ -10,7 +10,7 @@ import torch
 
 from loadkit.tracing.lazy_tensor import leaf_names
 from loadkit.tracing.program import Const, Expr, Filled, Missing, resolve_region, walk
-from loadkit.tracing.storage import Fill, FileLeaf, GeneratedLeaf, Operation, Storage, Value, Write
+from loadkit.tracing.storage import FileLeaf, Fill, GeneratedLeaf, Operation, Storage, Value, Write
 from loadkit.tracing.view import DISJOINT, View, relate
 
 __all__ = ["Overlap", "final_pieces", "is_kept", "overlaps"]
@@ -28,7 +28,8 @@ def final_pieces(storage: Storage, view: View, dtype: torch.dtype) -> list[Piece
         return []
     rows = _sorted_runs(storage, view)
     if rows is None:
-        return list(resolve_region(storage, len(storage.writes), view, view, dtype))
+        loaded = _loaded(storage)
+        return list(resolve_region(loaded, len(loaded.writes), view, view, dtype))
     pieces: list[Piece] = []
     at = view.offset
     for start, end, write in rows:
@@ -43,17 +44,28 @@ def final_pieces(storage: Storage, view: View, dtype: torch.dtype) -> list[Piece
     return pieces
 
 
+def _loaded(storage: Storage) -> Storage:
+    """The storage as if its constructor had written nothing. Values still see what it wrote."""
+    if not storage.loaded_from:
+        return storage
+    data = storage.writes[storage.loaded_from :]
+    return Storage(
+        storage.base, storage.numel, storage.itemsize, data, keep=storage.keep, real=storage.real
+    )
+
+
 def _run(start: int, end: int, like: View) -> View:
     return View((end - start,), (1,), start, like.itemsize)
 
 
 def _sorted_runs(storage: Storage, view: View) -> list[tuple[int, int, Write]] | None:
     """The writes as (start, end, write) by place, if all are runs inside the view, apart."""
-    if not view.is_contiguous() or len(storage.writes) < 2:
+    data = storage.writes[storage.loaded_from :]
+    if not view.is_contiguous() or len(data) < 2:
         return None
     end = view.offset + view.numel
     rows: list[tuple[int, int, Write]] = []
-    for write in storage.writes:
+    for write in data:
         w = write.view
         if w.numel == 0:
             continue
@@ -86,7 +98,7 @@ def overlaps(storage: Storage) -> Iterator[Overlap]:
     A write that reads the storage (a loader that transforms what it wrote, ``+=``) is no overlap,
     nor is data over a fill or a tensor over itself.
     """
-    data = [w for w in storage.writes if _is_data(w)]
+    data = [w for w in storage.writes[storage.loaded_from :] if _is_data(w)]
     if len(data) < 2:
         return
     names = [leaf_names(w.value) for w in data if not isinstance(w.value, Fill)]
@@ -132,7 +144,7 @@ def _reads(write: Write, storage: Storage) -> bool:
         item = stack.pop()
         if item is storage:
             return True
-        if id(item) in seen or isinstance(item.base, (FileLeaf, GeneratedLeaf)) and not item.writes:
+        if id(item) in seen or (isinstance(item.base, (FileLeaf, GeneratedLeaf)) and not item.writes):
             continue
         seen.add(id(item))
         if isinstance(item.base, Operation):

@@ -20,7 +20,15 @@ from loadkit.tracing.program import (
     Src,
     resolve,
 )
-from loadkit.tracing.storage import Constant, Fill, FileLeaf, GeneratedLeaf, Operation, Storage, Value
+from loadkit.tracing.storage import (
+    Constant,
+    FileLeaf,
+    Fill,
+    GeneratedLeaf,
+    Operation,
+    Storage,
+    Value,
+)
 from loadkit.tracing.view import View, contiguous
 
 __all__ = ["Fetch", "ResultCache", "evaluate", "strided"]

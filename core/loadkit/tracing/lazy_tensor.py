@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from loadkit.errors import TraceError
-from loadkit.tensor_info import TensorInfo
+from loadkit.tensor_info import TensorInfo, torch_dtype
 from loadkit.tracing.storage import FileLeaf, GeneratedLeaf, Storage, Value
 from loadkit.tracing.view import View, contiguous
 
@@ -38,13 +38,13 @@ class LazyTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, storage: Storage, view: View, dtype: torch.dtype) -> LazyTensor:
-        made: LazyTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: LazyTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             view.size,
             strides=view.stride,
             storage_offset=view.offset,
             dtype=dtype,
-            device="cpu",
+            device=torch.device("cpu"),
             requires_grad=False,
         )
         made.lazy_storage = storage
@@ -65,7 +65,7 @@ class LazyTensor(torch.Tensor):
         storage = self.lazy_storage
         return Value(storage, len(storage.writes), self.lazy_view, self.dtype)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         names = ", ".join(sorted(leaf_names(self.lazy_value()))) or "no file"
         return f"LazyTensor(size={list(self.size())}, dtype={self.dtype}, from {names})"
 
@@ -79,7 +79,7 @@ class LazyTensor(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if _dispatch is None:
@@ -126,9 +126,8 @@ def lazy_from_info(info: TensorInfo) -> LazyTensor:
         FormatError: E_DTYPE, this torch lacks the dtype.
     """
     storage = Storage.of_info(info)
-    leaf = storage.base
-    assert isinstance(leaf, FileLeaf)
-    return LazyTensor(storage, contiguous(leaf.size, leaf.dtype.itemsize), leaf.dtype)
+    dtype = torch_dtype(info.dtype)
+    return LazyTensor(storage, contiguous(info.shape, dtype.itemsize), dtype)
 
 
 def generated(leaf: GeneratedLeaf) -> LazyTensor:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from loadkit.tracing.blocks import DecodeBlocks, blocks_of
 from loadkit.tracing.storage import (
     Constant,
     FileLeaf,
@@ -242,7 +243,15 @@ def _from_operation(
     dtype: torch.dtype,
     work: list[tuple[View, View, int]],
 ) -> Iterator[tuple[View, Expr]]:
-    if torch.Tag.pointwise in op.func.tags and op.output is None:
+    if isinstance(op.func, DecodeBlocks):
+        relation = relate(op.view, region)
+        if isinstance(relation, Split):
+            work.extend(_cut(relation, place, 0))
+            return
+        if isinstance(relation, Inside):
+            yield _redimension(place, relation.size), _as_dtype(_decoded(op, relation), dtype)
+            return
+    elif torch.Tag.pointwise in op.func.tags and op.output is None:
         relation = relate(op.view, region)
         if isinstance(relation, Split):
             work.extend(_cut(relation, place, 0))
@@ -261,6 +270,20 @@ def _from_operation(
         pointwise=False, origin=op,
     )
     yield place, Part(call, region, dtype)
+
+
+def _decoded(op: Operation, where: Inside) -> Expr:
+    """A region of an encoded tensor: its blocks decoded, and the part of them that it is."""
+    blocks = blocks_of(op, where)
+    stored = op.args[0]
+    source = resolve(Value(stored.storage, stored.version, blocks.source, stored.dtype))
+    call = Call(op.func, (source,), {}, None, blocks.decoded, op.dtype, pointwise=False)
+    if blocks.aligned:
+        return call if blocks.decoded == where.size else _reshaped(call, where.size)
+    show = torch.ops.aten.as_strided.default
+    view = blocks.shown
+    args = (call, list(view.size), list(view.stride), view.offset)
+    return Call(show, args, {}, None, view.size, op.dtype, pointwise=False)
 
 
 def _push(tree: Any, op: Operation, where: Inside) -> Any:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from loadkit.errors import TraceError
 from loadkit.tracing import operations
@@ -36,6 +36,8 @@ from loadkit.tracing.view import View
 __all__ = ["DataRead", "Misfit", "Recorder", "active_recorder", "fetch_from_files"]
 
 Phase = Literal["init", "load"]
+
+_SMALL = 1 << 16  # elements of a constructor's fill that is remembered
 
 _one_at_a_time = threading.RLock()
 _active: Recorder | None = None
@@ -90,6 +92,7 @@ class Recorder:
         self.real_of: Callable[[LazyTensor], torch.Tensor] | None = None
         self.lock = threading.RLock()
         self._storages: dict[int, Storage] = {}
+        self._fills: dict[int, tuple[Any, Fill]] = {}  # small, made by zeros, ones, full
         self._threads: set[int] = set()
         self._stack = ExitStack()
 
@@ -133,9 +136,16 @@ class Recorder:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Real work in between (reading a header): nothing is recorded."""
-        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-            yield
+        """Real work of this thread in between (another model is built): nothing is recorded."""
+        me = threading.get_ident()
+        recorded = me in self._threads
+        self._threads.discard(me)
+        try:
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                yield
+        finally:
+            if recorded:
+                self._threads.add(me)
 
     @contextmanager
     def _new_threads_join(self) -> Iterator[None]:
@@ -153,7 +163,7 @@ class Recorder:
                 thread.run = recorded_run  # type: ignore[method-assign]
             original(thread)
 
-        threading.Thread.start = start  # type: ignore[method-assign]
+        threading.Thread.start = start  # type: ignore[method-assign,assignment]
         try:
             yield
         finally:
@@ -162,14 +172,17 @@ class Recorder:
     # ------------------------------------------------------------ what is recorded
 
     def begin_load(self) -> None:
-        """Construction is over: what it wrote is kept aside, and covers nothing."""
+        """Construction is over: what it wrote can be read, and covers nothing."""
         self.phase = "load"
+        self._fills.clear()
         for storage in self._storages.values():
-            storage.initial, storage.writes = storage.writes, []
+            storage.loaded_from = len(storage.writes)
 
-    def written(self) -> list[Storage]:
-        """Every plain storage that loading wrote to, in order of first use."""
-        return [s for s in self._storages.values() if s.writes and s.keep is not None]
+    def note_initial(self, param: torch.Tensor, data: torch.Tensor) -> None:
+        """``data`` on meta takes the place of ``param``'s memory; a small fill is remembered."""
+        fill = self._fills.pop(param.untyped_storage()._cdata, None)
+        if fill is not None:
+            operations.record(data, fill[1], self)
 
     def track(self, tensor: torch.Tensor) -> Storage:
         """The recorded storage behind a plain tensor; held, so that its id stays its own."""
@@ -234,17 +247,26 @@ class Recorder:
         with self.lock:
             self.misfits.append(Misfit(kind, name, target, message, hint))
 
+    def make_initial(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A buffer made while constructing: real; what a small one is filled with is noted."""
+        made = func(*args, **kwargs)
+        number = _fill_of(func, args, kwargs)
+        if number is not None and made.device.type != "meta" and made.numel() <= _SMALL:
+            kept = made.untyped_storage()
+            self._fills[kept._cdata] = kept, Fill(number, made.dtype)
+        return made
+
+    def forget_fill(self, tensor: torch.Tensor) -> None:
+        """A buffer was written to: it is no plain fill any more."""
+        if not isinstance(tensor, LazyTensor):
+            self._fills.pop(tensor.untyped_storage()._cdata, None)
+
     def make_scratch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A buffer made while loading: lazy, so that no later read of it can miss a write."""
         meta = func(
             *operations._map_all(args, operations._to_meta), **{**kwargs, "device": "meta"}
         )
-        fill = operations.FACTORIES[func]
-        number = (
-            0 if fill == "zero" else 1 if fill == "one"
-            else args[fill] if isinstance(fill, int) and len(args) > fill
-            else kwargs.get("fill_value") if fill is not None else None
-        )
+        number = _fill_of(func, args, kwargs)
         base: Fill | Unwritten = (
             Unwritten("a scratch buffer") if number is None else Fill(number, meta.dtype)
         )
@@ -274,6 +296,18 @@ class _Observed(Iterator[tuple[str, torch.Tensor]]):
 
     def __next__(self) -> tuple[str, torch.Tensor]:
         return next(self._weights)
+
+
+def _fill_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The number that a factory fills its result with; None: it leaves it as it is."""
+    fill = operations.FACTORIES[func]
+    if fill == "zero":
+        return 0
+    if fill == "one":
+        return 1
+    if isinstance(fill, int):
+        return args[fill] if len(args) > fill else kwargs.get("fill_value")
+    return None
 
 
 def _deactivate() -> None:
@@ -325,7 +359,7 @@ class _DispatchMode(TorchDispatchMode):
     """Correctness: every aten call of the thread passes here."""
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
 
     @classmethod
@@ -340,8 +374,12 @@ class _DispatchMode(TorchDispatchMode):
         recorder = self.recorder
         kind = operations.kind_of(func)
         with recorder.lock:
+            if kind.factory and recorder.phase == "init":
+                return recorder.make_initial(func, args, kwargs)
             if kind.writes:
                 target = args[0] if args else None
+                if recorder._fills and isinstance(target, torch.Tensor):
+                    recorder.forget_fill(target)
                 if isinstance(target, torch.Tensor) and self._is_recorded(target, (args, kwargs)):
                     if recorder.phase == "init" and func not in _INIT_WRITES:
                         return target  # an initialiser on a parameter: nothing to keep

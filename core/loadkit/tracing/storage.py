@@ -21,8 +21,8 @@ from loadkit.tracing.view import View, contiguous
 __all__ = [
     "Base",
     "Constant",
-    "Fill",
     "FileLeaf",
+    "Fill",
     "GeneratedLeaf",
     "Leaf",
     "Operation",
@@ -117,7 +117,7 @@ class Storage:
     numel: int
     itemsize: int
     writes: list[Write] = field(default_factory=list)
-    initial: list[Write] = field(default_factory=list)  # what a constructor did
+    loaded_from: int = 0  # writes before this one are a constructor's: they cover nothing
     keep: Any = None
     real: torch.Tensor | None = None  # flat real memory behind it (a buffer, a live module)
     scratch: bool = False

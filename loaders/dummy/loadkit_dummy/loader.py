@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
@@ -14,6 +15,7 @@ from loadkit.base_loader import BaseModelLoader
 from loadkit.build import initialize_model, parameters_on_meta
 from loadkit.config import OptionSpec, ParallelConfig
 from loadkit.tracing.lazy_tensor import generated
+from loadkit.tracing.recorder import active_recorder
 from loadkit.tracing.storage import GeneratedLeaf
 from loadkit.weight_loaders import default_weight_loader
 from loadkit_dummy.numbers import numbers
@@ -69,7 +71,8 @@ class DummyModelLoader(BaseModelLoader):
     def _whole(self) -> nn.Module:
         """The model at tp 1, on meta."""
         config = replace(self.config, parallel_config=ParallelConfig())
-        with parameters_on_meta():
+        recorder = active_recorder()
+        with recorder.paused() if recorder else nullcontext(), parameters_on_meta():
             return initialize_model(config, self.model_class)
 
 
