@@ -15,7 +15,7 @@ from loadkit.build import build
 from loadkit.errors import LoadkitError, ModelError
 from loadkit.finish import check_ready, place, process_weights_after_loading
 from loadkit.load_plan import LoadPlan
-from loadkit.plan import Planned, make_plan, plan_without_model
+from loadkit.plan import Planned, collector_paused, make_plan, plan_without_model
 from loadkit.progress import Progress
 from loadkit.read import ReadResult, read_targets
 from loadkit.report import LoadReport, PeakMeter, Stopwatch
@@ -47,9 +47,9 @@ def run_line(job: Job, watch: Stopwatch | None = None) -> LoadResult:
     plan: LoadPlan | None = None
     try:
         with PeakMeter(device=job.device) as meter:
-            with watch.step("build"):
+            with watch.step("build"), collector_paused():
                 built = build(job)
-            with watch.step("plan"):
+            with watch.step("plan"), collector_paused():
                 planned = make_plan(job, built)
                 plan = planned.plan
                 plugins.call("plan_ready", plan=plan)
@@ -193,10 +193,11 @@ def plan(source: str | os.PathLike[str], **options: Any) -> LoadPlan:
     job = resolve(source, **options)
     try:
         try:
-            built = build(job)
+            with collector_paused():
+                built = build(job)
+                planned = make_plan(job, built)
         except ModelError as error:
             return plan_without_model(job, error)
-        planned = make_plan(job, built)
         planned.reader.close()
         plugins.call("plan_ready", plan=planned.plan)
         return planned.plan

