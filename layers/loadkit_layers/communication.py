@@ -7,6 +7,8 @@ environment variable is read.
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import torch
 import torch.distributed as dist
 
@@ -15,8 +17,11 @@ from loadkit.errors import DistributedError
 
 __all__ = ["all_gather", "all_reduce", "global_rank", "init_parallel_groups", "tp_group"]
 
-# The tp group of this process, by the world it was made in and (dp, pp, tp).
-_groups: dict[tuple[dist.ProcessGroup, int, int, int], dist.ProcessGroup] = {}
+# The tp group of this process, by the world it was made in and (dp, pp, tp). Worlds are held
+# weakly: a group that outlives destroy_process_group keeps threads that abort when Python ends.
+_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int, int], dist.ProcessGroup]] = (
+    WeakKeyDictionary()
+)
 
 
 def global_rank(parallel: ParallelConfig) -> int:
@@ -32,14 +37,15 @@ def init_parallel_groups(parallel: ParallelConfig) -> None:
     Raises:
         DistributedError: torch.distributed is not initialised, or disagrees with ``parallel``.
     """
-    key = _key(parallel)
-    if key in _groups:
+    world, layout = _key(parallel)
+    groups = _groups.setdefault(world, {})
+    if layout in groups:
         return
     R = parallel.tp_size
     for first in range(0, dist.get_world_size(), R):  # every rank makes every group, in this order
         group = dist.new_group(list(range(first, first + R)))
         if isinstance(group, dist.ProcessGroup) and first <= dist.get_rank() < first + R:
-            _groups[key] = group
+            groups[layout] = group
 
 
 def tp_group(parallel: ParallelConfig) -> dist.ProcessGroup:
@@ -52,12 +58,12 @@ def tp_group(parallel: ParallelConfig) -> dist.ProcessGroup:
         DistributedError: torch.distributed is not initialised or disagrees with ``parallel``, or
             the groups were not made.
     """
-    key = _key(parallel)
-    found = _groups.get(key)
+    world, layout = _key(parallel)
+    found = _groups.get(world, {}).get(layout)
     if found is not None:
         return found
     if parallel.tp_size == dist.get_world_size():
-        return key[0]
+        return world
     raise DistributedError(
         f"the process groups of dp {parallel.dp_size} x pp {parallel.pp_size} x tp "
         f"{parallel.tp_size} are not made",
@@ -85,7 +91,7 @@ def all_gather(x: torch.Tensor, parallel: ParallelConfig, dim: int = -1) -> torc
     return torch.cat(parts, dim=dim)
 
 
-def _key(parallel: ParallelConfig) -> tuple[dist.ProcessGroup, int, int, int]:
+def _key(parallel: ParallelConfig) -> tuple[dist.ProcessGroup, tuple[int, int, int]]:
     """The world and the layout, after comparing the two."""
     layout = f"dp {parallel.dp_size} x pp {parallel.pp_size} x tp {parallel.tp_size}"
     if not (dist.is_available() and dist.is_initialized()):
@@ -108,4 +114,4 @@ def _key(parallel: ParallelConfig) -> tuple[dist.ProcessGroup, int, int, int]:
     world = dist.group.WORLD
     if world is None:
         raise DistributedError("torch.distributed has no default group")
-    return world, parallel.dp_size, parallel.pp_size, parallel.tp_size
+    return world, (parallel.dp_size, parallel.pp_size, parallel.tp_size)
