@@ -13,7 +13,7 @@ from loadkit.execution import Moves, Target, chunks, fetch_strips, files_of, mov
 from loadkit.readers.base import Extent, Reader
 from loadkit.text import printable
 from loadkit.tracing.coverage import reads_own_memory
-from loadkit.tracing.evaluate import ResultCache, evaluate, strided
+from loadkit.tracing.evaluate import ResultCache, evaluate, generate, strided
 from loadkit.tracing.program import Call, Expr, Src
 from loadkit.tracing.storage import FileLeaf, Storage
 from loadkit.tracing.view import View
@@ -171,6 +171,8 @@ class _Run:
         value = evaluate(expr if cast_from is None else cast_from, self.fetch, self.cache)
         into.copy_(value)
         if cast_from is not None and _may_overflow(value.dtype, into.dtype):
+            if _all_finite(into):
+                return
             new_inf = torch.isinf(into).to("cpu") & ~torch.isinf(value)
             if bool(new_inf.any()):
                 name = next((s.leaf.name for s in _sources(expr)), target.names[0])
@@ -181,7 +183,7 @@ class _Run:
         """A leaf's region: a view of the mapping, or dense memory of its own."""
         leaf = src.leaf
         if not isinstance(leaf, FileLeaf):
-            return leaf.make(src.view).view(src.dtype)
+            return generate(leaf, src)
         strips, shown = fetch_strips(src.view)
         nbytes = sum(s.rows * s.row_bytes for s in strips)
         if self.reader.aliases and (leaf.info.offset % src.dtype.itemsize) == 0:
@@ -246,6 +248,16 @@ def _cast_source(expr: Expr) -> Expr | None:
         source: Expr = expr.args[0]
         return source
     return None
+
+
+def _all_finite(tensor: torch.Tensor) -> bool:
+    """Whether there is no infinity and no NaN, without a temporary of the tensor's size."""
+    if not tensor.numel():
+        return True
+    if tensor.itemsize == 1:  # 8-bit floats cannot be compared
+        tensor = tensor.to(torch.float32)
+    low, high = torch.aminmax(tensor)
+    return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 def _may_overflow(source: torch.dtype, target: torch.dtype) -> bool:

@@ -20,6 +20,7 @@ from loadkit.tracing.program import (
     Src,
     resolve,
 )
+from loadkit.tracing.replay import holes
 from loadkit.tracing.storage import (
     Constant,
     FileLeaf,
@@ -31,7 +32,7 @@ from loadkit.tracing.storage import (
 )
 from loadkit.tracing.view import View, contiguous
 
-__all__ = ["Fetch", "ResultCache", "evaluate", "strided"]
+__all__ = ["Fetch", "ResultCache", "evaluate", "generate", "strided"]
 
 Fetch = Callable[[Src], torch.Tensor]
 ResultCache = dict[int, torch.Tensor]
@@ -43,6 +44,18 @@ def strided(flat: torch.Tensor, view: View, dtype: torch.dtype) -> torch.Tensor:
     if flat.dtype != dtype:
         flat = flat.view(torch.uint8).view(dtype) if flat.itemsize != dtype.itemsize else flat.view(dtype)
     return flat.as_strided(view.size, view.stride, int(flat.storage_offset()) + view.offset)
+
+
+def generate(leaf: GeneratedLeaf, src: Src) -> torch.Tensor:
+    """A region of a leaf that a formula makes, its bits read as the region's dtype."""
+    view, size = src.view, leaf.dtype.itemsize
+    if view.itemsize == size:
+        return leaf.make(view).view(src.dtype)
+    low, high = view.span()
+    first, last = low // size, -(-high // size)
+    flat = leaf.make(View((last - first,), (1,), first, size)).contiguous().view(torch.uint8)
+    data = flat[low - first * size : high - first * size].clone().view(src.dtype)
+    return data.as_strided(view.size, view.stride, view.offset - low // view.itemsize)
 
 
 def evaluate(expr: Expr, fetch: Fetch, cache: ResultCache | None = None) -> torch.Tensor:
@@ -112,9 +125,10 @@ def _extent(view: View) -> int:
 
 def _replay(expr: Replay, fetch: Fetch, cache: ResultCache) -> torch.Tensor:
     storage = expr.storage
+    if holes(storage, expr.version, expr.view):
+        raise TraceError("a buffer made while loading is read where nothing was written to it")
     flat = torch.empty(storage.numel * storage.itemsize, dtype=torch.uint8)
-    known = torch.zeros(storage.numel * storage.itemsize, dtype=torch.bool)
-    _replay_base(storage, flat, known, fetch, cache)
+    _replay_base(storage, flat, fetch, cache)
     for write in storage.writes[: expr.version]:
         if write.view.numel == 0:
             continue
@@ -124,42 +138,26 @@ def _replay(expr: Replay, fetch: Fetch, cache: ResultCache) -> torch.Tensor:
             if isinstance(write.value, Fill)
             else evaluate(resolve(write.value), fetch, cache)
         ).expand(write.view.size)
-        written = _bytes_of(known, write.view)
         if write.mask is None:
             target.copy_(value)
-            written.fill_(True)
         else:
             mask = write.mask.view(write.view.size)
             target.copy_(torch.where(mask, value.to(write.dtype), target))
-            written |= mask.unsqueeze(-1)
-    if not bool(_bytes_of(known, expr.view).all()):
-        raise TraceError("a buffer made while loading is read where nothing was written to it")
     return strided(flat, expr.view, expr.dtype)
 
 
-def _bytes_of(known: torch.Tensor, view: View) -> torch.Tensor:
-    """The byte flags under a view, one more dimension: the bytes of an element."""
-    size = view.itemsize
-    stride = tuple(s * size for s in view.stride)
-    return known.as_strided((*view.size, size), (*stride, 1), view.offset * size)
-
-
 def _replay_base(
-    storage: Storage, flat: torch.Tensor, known: torch.Tensor, fetch: Fetch, cache: ResultCache
+    storage: Storage, flat: torch.Tensor, fetch: Fetch, cache: ResultCache
 ) -> None:
     base = storage.base
     if isinstance(base, Constant):
         flat.view(base.flat.dtype).copy_(base.flat)
-        known.fill_(True)
     elif isinstance(base, Fill):
         flat.view(base.dtype).fill_(base.value)
-        known.fill_(True)
     elif isinstance(base, (FileLeaf, GeneratedLeaf)):
         whole = Src(base, contiguous(base.size, base.dtype.itemsize), base.dtype)
         flat.view(base.dtype).copy_(evaluate(whole, fetch, cache).reshape(-1))
-        known.fill_(True)
     elif isinstance(base, Operation):
         fresh = Storage(base, storage.numel, storage.itemsize)
         value = evaluate(resolve(Value(fresh, 0, base.view, base.dtype)), fetch, cache)
         strided(flat, base.view, base.dtype).copy_(value)
-        _bytes_of(known, base.view).fill_(True)

@@ -21,13 +21,19 @@ __all__ = ["call", "interesting", "kind_of", "tensors_in"]
 
 aten = torch.ops.aten
 
+_DYNAMIC = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 class OpKind(NamedTuple):
-    """How a call treats its arguments: ``writes`` are positions it writes to."""
+    """How a call treats its arguments: ``writes`` are positions it writes to.
+
+    ``odd``: it writes, and not simply to its first argument: ``out=``, lists of tensors, or it
+    changes a tensor's shape in place.
+    """
 
     view: bool
     writes: tuple[int, ...]
     factory: bool
+    odd: bool
 
 
 @cache
@@ -42,7 +48,13 @@ def kind_of(func: Any) -> OpKind:
         r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
     )
     view = view or func in (aten._unsafe_view.default, aten.lift_fresh.default)
-    return OpKind(view, writes, func in FACTORIES)
+    view = view and func not in (aten._conj.default, aten._neg_view.default)  # more than strides
+    odd = bool(writes) and (
+        writes != (0,)
+        or str(func._schema.arguments[0].type) != "Tensor"
+        or torch.Tag.inplace_view in func.tags
+    )
+    return OpKind(view, writes, func in FACTORIES, odd)
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
@@ -63,6 +75,14 @@ def interesting(tree: Any, recorder: Recorder | None) -> bool:
         isinstance(t, LazyTensor) or (recorder is not None and recorder.is_changed(t))
         for t in tensors_in(tree)
     )
+
+
+def reads_no_memory(func: Any, tree: Any) -> bool:
+    """Whether a call would ask memory on meta for numbers, beside real tensors or alone."""
+    devices = {t.device.type for t in tensors_in(tree) if t.dim() or t.device.type == "meta"}
+    if "meta" not in devices:
+        return False
+    return len(devices) > 1 or bool(_DYNAMIC & set(func.tags))
 
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -210,8 +230,8 @@ _QUICK_VIEWS: dict[Any, Callable[..., View]] = {
 def _write(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: Recorder | None, kind: OpKind
 ) -> Any:
-    if kind.writes != (0,):
-        raise _untraceable(func, (args, kwargs), "it writes to an output argument")
+    if kind.odd:
+        return odd_write(func, args, kwargs, recorder)
     target = args[0]
     if not isinstance(target, LazyTensor) and recorder is None:
         if target.device.type == "meta":
@@ -254,9 +274,81 @@ def record(
     target: torch.Tensor, value: Value | Fill, recorder: Recorder | None,
     mask: torch.Tensor | None = None,
 ) -> None:
-    """Append one write to the target's storage."""
+    """Append one write to the target's storage.
+
+    Raises:
+        RuntimeError: several of its elements are one in memory, as torch refuses it.
+        TraceError: real memory that something outside of torch sees (a numpy array).
+    """
+    if any(n > 1 and s == 0 for n, s in zip(target.size(), target.stride(), strict=True)):
+        raise RuntimeError(
+            f"a write to a tensor of size {list(target.size())} and strides "
+            f"{list(target.stride())}: several elements are one in memory; clone it first"
+        )
     storage = target.lazy_storage if isinstance(target, LazyTensor) else track(target, recorder)
     storage.writes.append(Write(view_of(target), target.dtype, value, mask))
+
+
+def odd_write(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: Recorder | None
+) -> Any:
+    """A write that is not simply one to the first argument.
+
+    Raises:
+        TraceError: it cannot be recorded.
+    """
+    names = [arg.name for arg in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    written = list(tensors_in([given[names[i]] for i in kind_of(func).writes if names[i] in given]))
+    if torch.Tag.inplace_view in func.tags:
+        return _change_shape(func, args, kwargs, written, recorder)
+    if not interesting((args, kwargs), recorder) and not any(
+        t.device.type == "meta" or (recorder is not None and recorder.tracked(t) is not None)
+        for t in written
+    ):
+        return func(*args, **kwargs)
+    if func._schema.name.startswith("aten::_foreach_"):
+        return _each(func, args, kwargs)
+    out = given.get("out")
+    if isinstance(out, torch.Tensor) and kind_of(func).writes == (names.index("out"),):
+        rest = {key: value for key, value in kwargs.items() if key != "out"}
+        result = func.overloadpacket(*args, **rest)
+        if result.size() == out.size():
+            return out.copy_(result)
+    raise _untraceable(func, (args, kwargs), "it writes to an output argument")
+
+
+def _change_shape(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.Tensor],
+    recorder: Recorder | None,
+) -> Any:
+    """``t_``, ``squeeze_``, ``resize_``, ``set_``: plain memory may, a lazy tensor has none."""
+    if any(isinstance(t, LazyTensor) for t in tensors_in((args, kwargs))):
+        raise _untraceable(func, (args, kwargs), "it changes a tensor's shape or memory in place")
+    storages = [recorder.tracked(t) if recorder is not None else None for t in written]
+    sizes = [t.untyped_storage().nbytes() for t in written]
+    out = func(*args, **kwargs)
+    if func in (aten.resize_.default, aten.resize_as_.default) and any(
+        storage is not None and t.untyped_storage().nbytes() != size
+        for t, storage, size in zip(written, storages, sizes, strict=True)
+    ):
+        raise _untraceable(func, (args, kwargs), "it resizes memory that was written to")
+    return out
+
+
+def _each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``_foreach_mul_(list, ...)``: the plain call on one after the other."""
+    name = func._schema.name.removeprefix("aten::_foreach_")
+    packet = getattr(aten, name, None)
+    if packet is None or not isinstance(args[0], (list, tuple)):
+        raise _untraceable(func, (args, kwargs), "it writes to a list of tensors")
+
+    def item(tree: Any, i: int) -> Any:
+        return tree[i] if isinstance(tree, (list, tuple)) else tree
+
+    for i in range(len(args[0])):
+        packet(*(item(a, i) for a in args), **{k: item(v, i) for k, v in kwargs.items()})
+    return None
 
 
 @cache
@@ -284,25 +376,33 @@ def _index_runs(index: torch.Tensor, length: int) -> list[tuple[int, int, int]]:
 
 
 def _plain_index(index: Any, recorder: Recorder | None) -> torch.Tensor | None:
-    """A 1-d integer index as a real tensor (1-d masks become positions), else None."""
+    """A 1-d integer index as a real tensor, else None."""
     if not isinstance(index, torch.Tensor) or index.dim() > 1:
         return None
-    real = realise(index, recorder) if isinstance(index, LazyTensor) else index
-    if real.device.type == "meta":
-        return None
-    if real.dtype in (torch.bool, torch.uint8):
-        real = real.nonzero().reshape(-1)
-    return real.reshape(-1)
+    return realise(index, recorder).reshape(-1)
+
+
+def _positions(
+    index: torch.Tensor, length: int, recorder: Recorder | None
+) -> torch.Tensor | None:
+    """As ``_plain_index``, for ``x[index]``: a mask becomes the positions where it is true."""
+    real = _plain_index(index, recorder)
+    if real is None or real.dtype not in (torch.bool, torch.uint8):
+        return real
+    if real.numel() != length:
+        raise IndexError(f"a mask of {real.numel()} elements for a dimension of {length}")
+    return real.nonzero().reshape(-1)
 
 
 def _single_index(
-    indices: list[Any], recorder: Recorder | None
+    of: torch.Tensor, indices: list[Any], recorder: Recorder | None
 ) -> tuple[int, torch.Tensor] | None:
     used = [(d, i) for d, i in enumerate(indices) if i is not None]
     if len(used) != 1 or used[0][1].dim() != 1:
         return None
-    real = _plain_index(used[0][1], recorder)
-    return None if real is None else (used[0][0], real)
+    dim, index = used[0]
+    real = _positions(index, of.size(dim), recorder)
+    return None if real is None else (dim, real)
 
 
 def _index_put(
@@ -314,10 +414,10 @@ def _index_put(
 ) -> bool:
     if accumulate:
         return False
-    single = _single_index(indices, recorder)
+    single = _single_index(target, indices, recorder)
     if single is None:
         mask = torch.zeros(tuple(target.size()), dtype=torch.bool)
-        real = [realise(i, recorder) if isinstance(i, LazyTensor) else i for i in indices]
+        real = [None if i is None else realise(i, recorder) for i in indices]
         mask[tuple(slice(None) if i is None else i for i in real)] = True
         blank = _blank_like(target)
         put = _defer(aten.index_put.default, (blank, real, values), {}, recorder)
@@ -357,13 +457,14 @@ def _index_fill(
 def _masked_fill(
     recorder: Recorder | None, target: torch.Tensor, mask: torch.Tensor, value: Any
 ) -> bool:
-    real = realise(mask, recorder) if isinstance(mask, LazyTensor) else mask
-    if real.device.type == "meta" or isinstance(value, torch.Tensor):
-        return False
-    wide = real.to(torch.bool).expand(tuple(target.size()))
+    real = realise(mask, recorder)
+    wide = real.to(torch.bool).expand(tuple(target.size())).reshape(-1).clone()
+    if isinstance(value, torch.Tensor):
+        _record_copy(target, value, recorder, wide)
+        return True
     storage = Storage(Fill(value, target.dtype), target.numel(), target.dtype.itemsize)
     filled = LazyTensor(storage, contiguous(tuple(target.size()), target.dtype.itemsize), target.dtype)
-    _record_copy(target, filled, recorder, wide.reshape(-1).clone())
+    _record_copy(target, filled, recorder, wide)
     return True
 
 
@@ -380,6 +481,7 @@ _INDEX_WRITES: dict[Any, Callable[..., bool]] = {
     aten.index_copy_.default: _index_copy,
     aten.index_fill_.int_Scalar: _index_fill,
     aten.masked_fill_.Scalar: _masked_fill,
+    aten.masked_fill_.Tensor: _masked_fill,
 }
 
 
@@ -388,6 +490,8 @@ _INDEX_WRITES: dict[Any, Callable[..., bool]] = {
 
 def _defer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: Recorder | None) -> Any:
     """Record a call whose result is wanted later; or do it now if its shape depends on data."""
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        raise _untraceable(func, (args, kwargs), "its result is random")
     meta_kwargs = {k: torch.device("meta") if k == "device" else v for k, v in kwargs.items()}
     shadow = _map_all((args, meta_kwargs), _to_meta)
     try:
@@ -420,10 +524,7 @@ def contiguous_like(meta: torch.Tensor) -> View:
 
 def _needs_data(func: Any, error: Exception) -> bool:
     """Whether a call failed on meta because its result depends on numbers."""
-    if isinstance(error, NotImplementedError):
-        return True
-    dynamic = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-    if dynamic & set(func.tags):
+    if isinstance(error, NotImplementedError) or _DYNAMIC & set(func.tags):
         return True
     text = str(error)
     return "meta" in text.lower() or "nonzero" in text
@@ -533,7 +634,7 @@ def _stack(recorder: Recorder | None, tensors: list[torch.Tensor], dim: int = 0)
 
 
 def _index(recorder: Recorder | None, source: torch.Tensor, indices: list[Any]) -> Any:
-    single = _single_index(indices, recorder)
+    single = _single_index(source, indices, recorder)
     if single is None:
         return NotImplemented
     return _take(recorder, source, *single)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from loadkit.tracing.blocks import DecodeBlocks, blocks_of
+from loadkit.tracing.layers import last_write
+from loadkit.tracing.replay import holes
 from loadkit.tracing.storage import (
     Constant,
     FileLeaf,
@@ -26,7 +28,7 @@ from loadkit.tracing.storage import (
     Value,
     Write,
 )
-from loadkit.tracing.view import DISJOINT, Inside, Split, View, contiguous, relate
+from loadkit.tracing.view import Inside, Split, View, contiguous, relate
 
 __all__ = [
     "Call",
@@ -169,29 +171,23 @@ def resolve_region(
 
     ``out`` has ``view``'s size. A piece's expression has its out view's size.
     """
-    work = [(view, out, version)]
+    work = [(view, out, len(storage.writes))]
     while work:
-        region, place, upto = work.pop()
-        for at in range(upto - 1, -1, -1):
-            write = storage.writes[at]
-            if write.view.numel == 0:
-                continue
-            relation = relate(write.view, region)
-            if relation is DISJOINT:
-                continue
-            if isinstance(relation, Split) and write.mask is None:
-                work.extend(_cut(relation, place, at + 1))
-            elif isinstance(relation, Inside) and write.mask is None:
-                expr = _written(write, relation, dtype)
-                yield _redimension(place, relation.size), expr
-            else:
-                yield place, Replay(storage, upto, region, dtype)
-            break
-        else:
+        region, place, depth = work.pop()
+        hit = last_write(storage, version, depth, region) if version else None
+        if hit is None:
             yield from _from_base(storage, region, place, dtype, work)
+            continue
+        write, relation, below = hit
+        if isinstance(relation, Split) and write.mask is None:
+            work.extend(_cut(relation, place, below))
+        elif isinstance(relation, Inside) and write.mask is None:
+            yield _redimension(place, relation.size), _written(write, relation, dtype)
+        else:
+            yield place, Replay(storage, version, region, dtype)
 
 
-def _cut(split: Split, place: View, upto: int) -> Iterator[tuple[View, View, int]]:
+def _cut(split: Split, place: View, depth: int) -> Iterator[tuple[View, View, int]]:
     """The pieces of a split, last first (the work list is a stack)."""
     place = _redimension(place, split.view.size)
     edges = (0, *split.cuts, split.view.size[split.dim])
@@ -199,7 +195,7 @@ def _cut(split: Split, place: View, upto: int) -> Iterator[tuple[View, View, int
         yield (
             split.view.narrow(split.dim, a, b - a),
             place.narrow(split.dim, a, b - a),
-            upto,
+            depth,
         )
 
 
@@ -228,6 +224,8 @@ def _from_base(
         flat = base.flat if base.flat.dtype == dtype else base.flat.view(dtype)
         real = flat.as_strided(region.size, region.stride, region.offset)
         yield place, Const(real, base.source)
+    elif isinstance(base, Fill) and base.dtype.itemsize != region.itemsize:
+        yield place, Replay(storage, 0, region, dtype)
     elif isinstance(base, Fill):
         yield place, _as_dtype(Filled(base.value, region.size, base.dtype), dtype)
     elif isinstance(base, Unwritten):
@@ -390,10 +388,18 @@ def children(expr: Expr) -> Iterator[Expr]:
     elif isinstance(expr, Pieces):
         yield from (part for _, part in expr.parts)
     elif isinstance(expr, Replay):
-        for write in expr.storage.writes[: expr.version]:
-            if isinstance(write.value, Value):
-                yield resolve(write.value)
-        yield from _replay_base(expr.storage)
+        yield from replayed(expr)
+        count = holes(expr.storage, expr.version, expr.view)
+        if count:
+            yield Missing("a buffer", (count,), expr.dtype)
+
+
+def replayed(expr: Replay) -> Iterator[Expr]:
+    """What a replay copies into its storage."""
+    for write in expr.storage.writes[: expr.version]:
+        if isinstance(write.value, Value):
+            yield resolve(write.value)
+    yield from _replay_base(expr.storage)
 
 
 def _replay_base(storage: Storage) -> Iterator[Expr]:
@@ -402,6 +408,8 @@ def _replay_base(storage: Storage) -> Iterator[Expr]:
         yield Src(base, contiguous(base.size, base.dtype.itemsize), base.dtype)
     elif isinstance(base, Operation):
         yield resolve(Value(Storage(base, storage.numel, storage.itemsize), 0, base.view, base.dtype))
+    elif isinstance(base, Constant):
+        yield Const(base.flat, base.source)
 
 
 def _exprs_in(tree: Any) -> Iterator[Expr]:

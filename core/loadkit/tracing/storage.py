@@ -121,6 +121,7 @@ class Storage:
     keep: Any = None
     real: torch.Tensor | None = None  # flat real memory behind it (a buffer, a live module)
     scratch: bool = False
+    layers: Any = None  # its writes by place (tracing.layers)
 
     @staticmethod
     def of_info(info: TensorInfo) -> Storage:
