@@ -35,6 +35,7 @@ class BertEmbeddings(nn.Module):
         self.word_embeddings = VocabParallelEmbedding(
             sizes.vocab,
             sizes.hidden,
+            padding_size=1,  # no head shares the table: unpadded, it can be a view of the file
             prefix=join(prefix, "word_embeddings"),
             **layer_options(config),
         )
