@@ -1,4 +1,4 @@
-"""Two real ranks that load a checkpoint and compute with it: importable, so that it can be spawned."""
+"""Two real ranks that load a checkpoint and compute with it; importable, so it can be spawned."""
 
 from __future__ import annotations
 

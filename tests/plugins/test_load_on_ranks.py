@@ -21,8 +21,9 @@ def test_two_gloo_ranks_equal_one(tmp_path: Path, alias: str) -> None:
     ranks = two_ranks(folder, tmp_path, alias)
     for rank in ranks:
         for key in ("hidden", "logits"):
-            # float32; the ranks' partial sums are added in another order
-            torch.testing.assert_close(rank[key], alone[key], rtol=1e-5, atol=1e-5)
+            # float32: the ranks' partial sums are added in another order, over 3 layers of
+            # unscaled random weights; the families' own bound
+            torch.testing.assert_close(rank[key], alone[key], rtol=1e-4, atol=1e-4)
         planned, read = rank["bytes"].tolist()
         assert planned == read < alone["bytes"][0]
     assert ranks[0]["hidden"].equal(ranks[1]["hidden"])
