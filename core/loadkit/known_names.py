@@ -48,7 +48,15 @@ KNOWN: dict[str, dict[str, Known]] = {
         **_from("dcp", "dcp"),
     },
     "models": {
-        **_from("models", "LlamaForCausalLM", "MistralForCausalLM", "BertModel"),
+        **_from(
+            "models",
+            "LlamaForCausalLM",
+            "MistralForCausalLM",
+            "Qwen2ForCausalLM",
+            "Qwen3ForCausalLM",
+            "Gemma3ForCausalLM",
+            "BertModel",
+        ),
         **_from("transformers", "TransformersForCausalLM", "TransformersModel"),
     },
     "quantization": {

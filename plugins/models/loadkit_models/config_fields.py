@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
+from loadkit.config import HFConfig
 from loadkit.errors import ConfigFileError
 
-__all__ = ["count", "flag", "real", "text"]
+__all__ = ["count", "flag", "optional_real", "real", "text", "with_defaults"]
 
 MAX_COUNT = 1 << 31  # of anything a config counts: layers, heads, widths, tokens
 
 
-def count(config: Any, name: str, default: int | None = None) -> int:
-    """A whole number from 1 to ``MAX_COUNT``; ``default`` where it is absent or null.
+def with_defaults(config: HFConfig, defaults: Mapping[str, Any]) -> HFConfig:
+    """The config with ``defaults`` for keys that are not there; null is there."""
+    return HFConfig.from_dict({**defaults, **config.to_dict()}) if defaults else config
+
+
+def count(config: Any, name: str, default: int | None = None, *, least: int = 1) -> int:
+    """A whole number from ``least`` to ``MAX_COUNT``; ``default`` where it is absent or null.
 
     Raises:
         ConfigFileError: E_CONFIG, it is missing (no default) or no such number.
     """
     value = _field(config, name, default)
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_COUNT:
-        raise ConfigFileError(f"config.json: {name} is {value!r}, not a count of 1 to {MAX_COUNT}")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_COUNT:
+        raise ConfigFileError(
+            f"config.json: {name} is {value!r}, not a count of {least} to {MAX_COUNT}"
+        )
     return value
 
 
-def real(config: Any, name: str, default: float | None = None) -> float:
-    """A finite number; ``default`` where it is absent or null.
+def real(
+    config: Any, name: str, default: float | None = None, *, above: float | None = None
+) -> float:
+    """A finite number (more than ``above``); ``default`` where it is absent or null.
 
     Raises:
         ConfigFileError: E_CONFIG, it is missing (no default) or no such number.
@@ -33,7 +44,18 @@ def real(config: Any, name: str, default: float | None = None) -> float:
     value = _field(config, name, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ConfigFileError(f"config.json: {name} is {value!r}, not a finite number")
+    if above is not None and value <= above:
+        raise ConfigFileError(f"config.json: {name} is {value!r}, not above {above:g}")
     return float(value)
+
+
+def optional_real(config: Any, name: str, *, above: float | None = None) -> float | None:
+    """A finite number (more than ``above``); None where it is absent or null.
+
+    Raises:
+        ConfigFileError: E_CONFIG, it is no such number.
+    """
+    return None if getattr(config, name, None) is None else real(config, name, above=above)
 
 
 def flag(config: Any, name: str, default: bool = False) -> bool:

@@ -12,5 +12,8 @@ __all__ = ["MODELS"]
 MODELS: dict[str, tuple[str, str]] = {
     "LlamaForCausalLM": ("text_generation", "loadkit_models.llama:LlamaForCausalLM"),
     "MistralForCausalLM": ("text_generation", "loadkit_models.llama:MistralForCausalLM"),
+    "Qwen2ForCausalLM": ("text_generation", "loadkit_models.qwen2:Qwen2ForCausalLM"),
+    "Qwen3ForCausalLM": ("text_generation", "loadkit_models.qwen3:Qwen3ForCausalLM"),
+    "Gemma3ForCausalLM": ("text_generation", "loadkit_models.gemma3:Gemma3ForCausalLM"),
     "BertModel": ("embedding", "loadkit_models.bert:BertModel"),
 }

@@ -1,0 +1,248 @@
+"""What decoder families share: their layers, and the words in which a family describes its own.
+
+# T tokens, D model width, F feed-forward width, H query heads, K key/value heads, R tp size
+
+A family is a ``DecoderSpec``: sizes, one ``LayerSpec`` per layer, a norm. Module names are those of
+checkpoints, but that q, k, v are one ``qkv_proj`` and gate, up one ``gate_up_proj``. A family whose
+layers add up in another order brings a layer class of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from loadkit.config import LoadkitConfig
+from loadkit.errors import UsageError
+from loadkit_layers.activation import get_act_and_mul_fn
+from loadkit_layers.attention import Attention
+from loadkit_layers.linear import RowParallelLinear
+from loadkit_layers.merged_linear import MergedColumnParallelLinear, QKVParallelLinear
+from loadkit_layers.rotary_embedding import RotaryEmbedding
+from loadkit_layers.sequences import CuSeqlens
+from loadkit_layers.vocab_parallel_embedding import VocabParallelEmbedding
+from loadkit_models.building import join, layer_options
+from loadkit_models.sizes import DecoderSizes
+
+__all__ = [
+    "Decoder",
+    "DecoderAttention",
+    "DecoderLayer",
+    "DecoderMLP",
+    "DecoderSpec",
+    "LayerSpec",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """What one layer is made of, beyond the sizes.
+
+    Attributes:
+        rope: makes the layer's rotary embedding.
+        scale: what attention scores are multiplied by.
+        window: how far attention sees, as ``Attention`` counts it; None is no window.
+        causal: a token sees no later one.
+        soft_cap: cap of the attention scores; None is no cap.
+        qk_norm: queries and keys are normed head by head, before they are rotated.
+        qkv_bias: q, k and v have biases.
+        o_bias: the attention's output projection has one.
+        mlp_bias: gate, up and down have biases.
+        act: the feed-forward's activation, as config.json names it.
+    """
+
+    rope: Callable[[], RotaryEmbedding]
+    scale: float
+    window: int | None = None
+    causal: bool = True
+    soft_cap: float | None = None
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    act: str = "silu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderSpec:
+    """A family's model, as one config.json asks for it.
+
+    Attributes:
+        sizes: widths and counts over all ranks.
+        layers: one entry per layer.
+        norm: makes a norm of a width.
+        layer_class: builds a layer; None is ``DecoderLayer``.
+        embed_scale: what word vectors are multiplied by, rounded to their dtype first.
+        logit_soft_cap: cap of the logits; None is no cap.
+    """
+
+    sizes: DecoderSizes
+    layers: tuple[LayerSpec, ...]
+    norm: Callable[[int], nn.Module]
+    layer_class: type[DecoderLayer] | None = None
+    embed_scale: float = 1.0
+    logit_soft_cap: float | None = None
+
+
+class DecoderMLP(nn.Module):
+    """Gated feed-forward: ``down(act(gate(x)) * up(x))``, gate and up in one parameter."""
+
+    def __init__(
+        self, sizes: DecoderSizes, layer: LayerSpec, *, config: LoadkitConfig, prefix: str
+    ) -> None:
+        super().__init__()
+        common = {**layer_options(config), "return_bias": False}
+        self.gate_up_proj = MergedColumnParallelLinear(
+            sizes.hidden,
+            [sizes.ffn] * 2,
+            layer.mlp_bias,
+            prefix=join(prefix, "gate_up_proj"),
+            **common,
+        )
+        self.down_proj = RowParallelLinear(
+            sizes.ffn, sizes.hidden, layer.mlp_bias, prefix=join(prefix, "down_proj"), **common
+        )
+        self.act_fn = get_act_and_mul_fn(layer.act)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[T, D]`` to ``[T, D]``."""
+        gate_up = self.gate_up_proj(hidden)
+        down: torch.Tensor = self.down_proj(self.act_fn(gate_up))
+        return down
+
+
+class DecoderAttention(nn.Module):
+    """Grouped-query attention with rotary positions; q, k and v in one parameter."""
+
+    def __init__(
+        self, spec: DecoderSpec, layer: LayerSpec, *, config: LoadkitConfig, prefix: str
+    ) -> None:
+        super().__init__()
+        sizes, common = spec.sizes, {**layer_options(config), "return_bias": False}
+        self.head_size = sizes.head_size
+        self.qkv_proj = QKVParallelLinear(
+            sizes.hidden,
+            sizes.head_size,
+            sizes.heads,
+            sizes.kv_heads,
+            layer.qkv_bias,
+            prefix=join(prefix, "qkv_proj"),
+            **common,
+        )
+        self.o_proj = RowParallelLinear(
+            sizes.heads * sizes.head_size,
+            sizes.hidden,
+            layer.o_bias,
+            prefix=join(prefix, "o_proj"),
+            **common,
+        )
+        self.q_norm = spec.norm(sizes.head_size) if layer.qk_norm else None
+        self.k_norm = spec.norm(sizes.head_size) if layer.qk_norm else None
+        self.rotary_emb = layer.rope()
+        self.attn = Attention(
+            self.qkv_proj.num_heads,
+            sizes.head_size,
+            layer.scale,
+            self.qkv_proj.num_kv_heads,
+            sliding_window=layer.window,
+            causal=layer.causal,
+            logits_soft_cap=layer.soft_cap,
+            prefix=join(prefix, "attn"),
+        )
+
+    def forward(
+        self, positions: torch.Tensor, hidden: torch.Tensor, *, cu_seqlens: CuSeqlens = None
+    ) -> torch.Tensor:
+        """``positions [T]`` and ``hidden [T, D]`` to ``[T, D]``."""
+        qkv: torch.Tensor = self.qkv_proj(hidden)
+        query, key, value = qkv.split(self.qkv_proj.output_partition_sizes, dim=-1)
+        query, key = self._normed(self.q_norm, query), self._normed(self.k_norm, key)
+        query, key = self.rotary_emb(positions, query, key)
+        out: torch.Tensor = self.o_proj(self.attn(query, key, value, cu_seqlens=cu_seqlens))
+        return out
+
+    def _normed(self, norm: nn.Module | None, x: torch.Tensor) -> torch.Tensor:
+        """``x [T, H/R*Dh]`` with each head normed, where there is a norm."""
+        if norm is None:
+            return x
+        heads: torch.Tensor = norm(x.unflatten(-1, (-1, self.head_size)))
+        return heads.flatten(-2)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward, each on the normed stream and added to it."""
+
+    def __init__(
+        self, spec: DecoderSpec, layer: LayerSpec, *, config: LoadkitConfig, prefix: str
+    ) -> None:
+        super().__init__()
+        self.self_attn = DecoderAttention(
+            spec, layer, config=config, prefix=join(prefix, "self_attn")
+        )
+        self.mlp = DecoderMLP(spec.sizes, layer, config=config, prefix=join(prefix, "mlp"))
+        self.input_layernorm = spec.norm(spec.sizes.hidden)
+        self.post_attention_layernorm = spec.norm(spec.sizes.hidden)
+
+    def forward(
+        self, positions: torch.Tensor, hidden: torch.Tensor, *, cu_seqlens: CuSeqlens = None
+    ) -> torch.Tensor:
+        """``positions [T]`` and ``hidden [T, D]`` to ``[T, D]``."""
+        normed = self.input_layernorm(hidden)
+        hidden = hidden + self.self_attn(positions, normed, cu_seqlens=cu_seqlens)
+        added: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return added
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and the last norm."""
+
+    def __init__(self, spec: DecoderSpec, *, config: LoadkitConfig, prefix: str) -> None:
+        super().__init__()
+        self.embed_scale = spec.embed_scale
+        self.embed_tokens = VocabParallelEmbedding(
+            spec.sizes.vocab,
+            spec.sizes.hidden,
+            prefix=join(prefix, "embed_tokens"),
+            **layer_options(config),
+        )
+        make = spec.layer_class or DecoderLayer
+        self.layers = nn.ModuleList(
+            make(spec, layer, config=config, prefix=join(prefix, f"layers.{index}"))
+            for index, layer in enumerate(spec.layers)
+        )
+        self.norm = spec.norm(spec.sizes.hidden)
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """``input_ids [T]`` to word vectors ``[T, D]``, scaled."""
+        vectors: torch.Tensor = self.embed_tokens(input_ids)
+        if self.embed_scale == 1.0:
+            return vectors
+        # Checkpoints were trained with the factor rounded to their dtype.
+        return vectors * torch.tensor(self.embed_scale, dtype=vectors.dtype, device="cpu")
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        inputs_embeds: torch.Tensor | None = None,
+        *,
+        cu_seqlens: CuSeqlens = None,
+    ) -> torch.Tensor:
+        """``input_ids [T]`` (or ``inputs_embeds [T, D]``) and ``positions [T]`` to ``[T, D]``.
+
+        Raises:
+            UsageError: neither ids nor vectors.
+        """
+        if inputs_embeds is not None:
+            hidden = inputs_embeds
+        elif input_ids is not None:
+            hidden = self.embed(input_ids)
+        else:
+            raise UsageError("the model needs input_ids or inputs_embeds")
+        for layer in self.layers:
+            hidden = layer(positions, hidden, cu_seqlens=cu_seqlens)
+        normed: torch.Tensor = self.norm(hidden)
+        return normed
