@@ -92,7 +92,8 @@ def _one_run(
     target: Target, strips: list[tuple[FileLeaf, Strip]]
 ) -> tuple[FileLeaf, int, int] | None:
     """The one run of a file that is the whole target, in order, or None."""
-    if not strips or not target.view.is_contiguous():
+    whole = target.view.offset == 0 and target.view.numel == target.storage.numel
+    if not strips or not whole or not target.view.is_contiguous():
         return None
     if any(
         s.rows != 1 and not s.row_bytes == s.source_stride == s.target_stride for _, s in strips

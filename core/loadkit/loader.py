@@ -83,6 +83,9 @@ def _read(job: Job, planned: Planned) -> ReadResult:
                 alias=alias,
                 landed=progress.landed,
             )
+    except BaseException as error:
+        _mark_unusable(planned, error)
+        raise
     finally:
         planned.reader.close()
     done.bytes_read += sum(planned.recorder.opaque_bytes.values())
@@ -100,6 +103,14 @@ def _read(job: Job, planned: Planned) -> ReadResult:
     return done
 
 
+def _mark_unusable(planned: Planned, error: BaseException) -> None:
+    """A module with memory of its own may be half-written now: say so on it, and in the error."""
+    if all(target.storage.real is None for target in planned.plan.targets):
+        return
+    planned.model.__dict__["loadkit_unusable"] = f"{type(error).__name__}: {error}"
+    error.add_note("the module was given with memory of its own and may be half-written: load again")
+
+
 def _finish(job: Job, planned: Planned) -> None:
     model = planned.model
     process_weights_after_loading(model, job.config.model_config, torch.device(job.device))
@@ -109,6 +120,7 @@ def _finish(job: Job, planned: Planned) -> None:
                 if buffer is not None and buffer.device.type == "cpu":
                     module._buffers[name] = buffer.to(job.device)
     check_ready(model)
+    model.__dict__.pop("loadkit_unusable", None)
     if job.module is None:
         model.eval()
 

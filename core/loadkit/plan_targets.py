@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -353,15 +354,16 @@ class TargetFinder:
         shared: set[int] = set()
         storages: dict[int, int] = {}
         host = self.job.device.startswith("cpu")
+        users = Counter(id(target.storage) for target in self.targets)
         for target in self.targets:
             target.may_alias = (
                 target.may_alias
                 and host
+                and users[id(target.storage)] == 1
                 and all(
-                    allowed[id(item.leaf.info.file)]
+                    allowed[id(expr.leaf.info.file)]
                     for _, expr in target.pieces
-                    for item in [expr]
-                    if isinstance(item, Src) and isinstance(item.leaf, FileLeaf)
+                    if isinstance(expr, Src) and isinstance(expr.leaf, FileLeaf)
                 )
             )
             moves = moves_of(target, direct=host, alias=aliases)

@@ -261,3 +261,25 @@ def test_shards_equal_one_file(tmp_path: Path) -> None:
     write_llama(tmp_path / "b", shards=3)
     a, b = loadkit.load_model(tmp_path / "a"), loadkit.load_model(tmp_path / "b")
     assert all(v.equal(b.state_dict()[k]) for k, v in a.state_dict().items())
+
+
+def test_a_module_that_may_be_half_written_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from loadkit.errors import ReadError
+    from loadkit.readers.mmap import MmapReader
+
+    module = Plain()
+    save_file(module.state_dict(), tmp_path / "weights.safetensors")
+
+    def fail(*_: object) -> int:
+        raise ReadError("the disk is gone", errno=5)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MmapReader, "read", fail)
+        with pytest.raises(ReadError) as caught:
+            loadkit.load_into(module, tmp_path / "weights.safetensors")
+    assert "half-written" in caught.value.__notes__[0]
+    assert "the disk is gone" in module.__dict__["loadkit_unusable"]
+    loadkit.load_into(module, tmp_path / "weights.safetensors")
+    assert "loadkit_unusable" not in module.__dict__
