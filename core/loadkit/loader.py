@@ -108,7 +108,7 @@ def _mark_unusable(planned: Planned, error: BaseException) -> None:
     if all(target.storage.real is None for target in planned.plan.targets):
         return
     planned.model.__dict__["loadkit_unusable"] = f"{type(error).__name__}: {error}"
-    error.add_note("the module was given with memory of its own and may be half-written: load again")
+    error.add_note("the module has memory of its own and may be half-written: load it again")
 
 
 def _finish(job: Job, planned: Planned) -> None:
