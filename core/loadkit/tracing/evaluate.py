@@ -92,6 +92,12 @@ def _call(call: Call, fetch: Fetch, cache: ResultCache) -> torch.Tensor:
     out = result if call.output is None else result[call.output]
     if not isinstance(out, torch.Tensor):
         raise TraceError(f"{call.func} gave no tensor")
+    if tuple(out.size()) != call.size or out.dtype != call.dtype:
+        raise TraceError(
+            f"{call.func} gave {list(out.size())} {out.dtype} when it was executed, and "
+            f"{list(call.size)} {call.dtype} when it was recorded",
+            hint="load_weights must not depend on a default dtype that it sets",
+        )
     return out
 
 

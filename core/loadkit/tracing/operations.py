@@ -277,16 +277,16 @@ def record(
     """Append one write to the target's storage.
 
     Raises:
-        RuntimeError: several of its elements are one in memory, as torch refuses it.
-        TraceError: real memory that something outside of torch sees (a numpy array).
+        TraceError: several of its elements are one in memory.
     """
-    if any(n > 1 and s == 0 for n, s in zip(target.size(), target.stride(), strict=True)):
-        raise RuntimeError(
-            f"a write to a tensor of size {list(target.size())} and strides "
-            f"{list(target.stride())}: several elements are one in memory; clone it first"
+    view = view_of(target)
+    if not view.is_apart():
+        raise TraceError(
+            f"a write to a tensor of size {list(view.size)} and strides {list(view.stride)}, in "
+            "which several elements are one in memory, cannot be recorded"
         )
     storage = target.lazy_storage if isinstance(target, LazyTensor) else track(target, recorder)
-    storage.writes.append(Write(view_of(target), target.dtype, value, mask))
+    storage.writes.append(Write(view, target.dtype, value, mask))
 
 
 def odd_write(

@@ -255,13 +255,7 @@ def _from_operation(
             work.extend(_cut(relation, place, 0))
             return
         if isinstance(relation, Inside):
-            size = relation.size or (1,)
-            call = Call(
-                op.func, _push(op.args, op, relation), _push(op.kwargs, op, relation),
-                None, size, op.dtype, pointwise=True,
-            )
-            expr: Expr = call if relation.size else _reshaped(call, ())
-            yield _redimension(place, relation.size), _as_dtype(expr, dtype)
+            yield _redimension(place, relation.size), _as_dtype(_pushed(op, relation), dtype)
             return
     call = Call(
         op.func, _whole(op.args), _whole(op.kwargs), op.output, op.view.size, op.dtype,
@@ -282,6 +276,22 @@ def _decoded(op: Operation, where: Inside) -> Expr:
     view = blocks.shown
     args = (call, list(view.size), list(view.stride), view.offset)
     return Call(show, args, {}, None, view.size, op.dtype, pointwise=False)
+
+
+def _pushed(op: Operation, where: Inside) -> Expr:
+    """The part of a pointwise call that a region is: the same call on parts of its arguments."""
+    args, kwargs = _push(op.args, op, where), _push(op.kwargs, op, where)
+    if not op.view.size:  # all of its tensors are 0-d
+        call = Call(op.func, args, kwargs, None, (), op.dtype, pointwise=True)
+        return _expanded(call, where.size) if where.size else call
+    call = Call(op.func, args, kwargs, None, where.size or (1,), op.dtype, pointwise=True)
+    return call if where.size else _reshaped(call, ())
+
+
+def _expanded(expr: Expr, size: tuple[int, ...]) -> Expr:
+    """A 0-d expression, everywhere."""
+    expand = torch.ops.aten.expand.default
+    return Call(expand, (expr, list(size)), {}, None, size, expr.dtype, pointwise=False)
 
 
 def _push(tree: Any, op: Operation, where: Inside) -> Any:

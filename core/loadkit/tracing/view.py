@@ -67,6 +67,18 @@ class View(NamedTuple):
             expect *= n
         return True
 
+    def is_apart(self) -> bool:
+        """No two elements are one in memory (interleaved dimensions count as if they were)."""
+        if self.is_contiguous():
+            return True
+        reach = 0
+        for s, n in sorted(zip(self.stride, self.size, strict=True)):
+            if n > 1:
+                if s <= reach:
+                    return False
+                reach += (n - 1) * s
+        return True
+
     def runs(self) -> Iterator[tuple[int, int]]:
         """(first element, count) of each contiguous run; for few runs only."""
         dims, run = self.coalesced()
