@@ -49,9 +49,11 @@ if TYPE_CHECKING:
     from loadkit.errors import UnknownNameError as UnknownNameError
     from loadkit.errors import UsageError as UsageError
     from loadkit.errors import WeightLoadError as WeightLoadError
+    from loadkit.errors import WriteError as WriteError
     from loadkit.finish import device_loading_context as device_loading_context
     from loadkit.finish import finalize_layerwise_processing as finalize_layerwise_processing
     from loadkit.finish import process_weights_after_loading as process_weights_after_loading
+    from loadkit.generate import generate as generate
     from loadkit.hookspecs import hookimpl as hookimpl
     from loadkit.interfaces import SupportsLoRA as SupportsLoRA
     from loadkit.interfaces import SupportsMultiModal as SupportsMultiModal
@@ -75,6 +77,8 @@ if TYPE_CHECKING:
     from loadkit.quantization import get_quant_config as get_quant_config
     from loadkit.quantization import register_quantization_config as register_quantization_config
     from loadkit.report import LoadReport as LoadReport
+    from loadkit.save import SaveReport as SaveReport
+    from loadkit.save import save as save
     from loadkit.tables import register_model_loader as register_model_loader
     from loadkit.tables import register_reader as register_reader
     from loadkit.tables import register_source as register_source
@@ -120,6 +124,7 @@ __all__ = [
     "ReadError",
     "ReadFailure",
     "ResourceError",
+    "SaveReport",
     "SupportsLoRA",
     "SupportsMultiModal",
     "SupportsPP",
@@ -131,10 +136,12 @@ __all__ = [
     "UsageError",
     "WeightLoadError",
     "WeightsMapper",
+    "WriteError",
     "composed_weight_loader",
     "default_weight_loader",
     "device_loading_context",
     "finalize_layerwise_processing",
+    "generate",
     "get_model",
     "get_model_loader",
     "get_quant_config",
@@ -153,6 +160,7 @@ __all__ = [
     "register_reader",
     "register_source",
     "row_parallel_weight_loader",
+    "save",
     "set_default_torch_dtype",
     "sharded_weight_loader",
 ]
@@ -197,12 +205,14 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "UnknownNameError",
         "UsageError",
         "WeightLoadError",
+        "WriteError",
     ),
     "finish": (
         "device_loading_context",
         "finalize_layerwise_processing",
         "process_weights_after_loading",
     ),
+    "generate": ("generate",),
     "hookspecs": ("hookimpl",),
     "interfaces": (
         "SupportsLoRA",
@@ -234,6 +244,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "register_quantization_config",
     ),
     "report": ("LoadReport",),
+    "save": ("SaveReport", "save"),
     "tables": (
         "register_model_loader",
         "register_reader",

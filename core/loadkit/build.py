@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from loadkit.errors import ModelError
+from loadkit.origin import Origin, remember
 from loadkit.tracing.recorder import Recorder, active_recorder
 
 if TYPE_CHECKING:
@@ -60,7 +61,9 @@ def initialize_model(
     ``cache_config`` (None), ``lora_config`` (None), ``prefix``, and with ``**kwargs`` all of them.
     """
     with set_default_torch_dtype(config.model_config.dtype):
-        return model_class(**_arguments(config, model_class, prefix))
+        model = model_class(**_arguments(config, model_class, prefix))
+    remember(model, Origin(config))
+    return model
 
 
 def _arguments(config: LoadkitConfig, model_class: type[nn.Module], prefix: str) -> dict[str, Any]:

@@ -25,6 +25,7 @@ LoadkitError
 ├── DistributedError           exit 1   E_RANK    another rank failed, or the ranks disagree
 └── ReadFailure                exit 3   the machine or the network is at fault
     ├── ReadError              E_IO          carries .errno
+    ├── WriteError             E_IO          carries .errno; what was there before is still there
     ├── TruncatedError         E_TRUNCATED   the file ended before the tensor did
     └── ChangedError           E_CHANGED     the file changed while it was in use
 """
@@ -60,6 +61,7 @@ __all__ = [
     "UnknownNameError",
     "UsageError",
     "WeightLoadError",
+    "WriteError",
 ]
 
 
@@ -265,6 +267,17 @@ class ReadFailure(LoadkitError):  # noqa: N818 - the branch; its leaves are erro
 
 class ReadError(ReadFailure):
     """The operating system refused a read. ``errno`` is its number, or None."""
+
+    def __init__(self, message: str, *, errno: int | None = None, **where: Any) -> None:
+        super().__init__(message, **where)
+        self.errno = errno
+
+
+class WriteError(ReadFailure):
+    """The operating system refused a write; nothing that was there before has changed.
+
+    ``errno`` is its number, or None.
+    """
 
     def __init__(self, message: str, *, errno: int | None = None, **where: Any) -> None:
         super().__init__(message, **where)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from loadkit.build import build
 from loadkit.errors import LoadkitError, ModelError
 from loadkit.finish import check_ready, place, process_weights_after_loading
 from loadkit.load_plan import LoadPlan
+from loadkit.origin import origin_of, remember, remember_load
 from loadkit.plan import Planned, collector_paused, make_plan, plan_without_model
 from loadkit.progress import Progress
 from loadkit.read import ReadResult, read_targets
@@ -58,6 +59,13 @@ def run_line(job: Job, watch: Stopwatch | None = None) -> LoadResult:
                 done = _read(job, planned)
             with watch.step("finish"):
                 _finish(job, planned)
+        remember_load(
+            planned.model,
+            job.config,
+            plan,
+            planned.recorder.yielded,
+            architecture=job.architecture if job.module is None else "",
+        )
         report = _report(job, planned, done, watch, meter)
         result = LoadResult(planned.model, report, plan)
         plugins.call("load_finished", result=result)
@@ -249,7 +257,10 @@ def load_into(
         strict=strict,
     )
     job.loader.__dict__["load_weights"] = ModuleLoader(job.loader, mapper).load_weights
-    return run_line(job)
+    result = run_line(job)
+    if mapper is not None and (origin := origin_of(module)) is not None:
+        remember(module, replace(origin, mapper=mapper))
+    return result
 
 
 def iter_weights(

@@ -18,8 +18,19 @@ from loadkit.readers import can_alias
 from loadkit.readers.base import Reader
 from loadkit.sources.base import File
 from loadkit.text import nearest, printable
-from loadkit.tracing.coverage import Piece, final_pieces, is_kept, overlaps, unwritten
+from loadkit.tracing.coverage import (
+    Overlap,
+    Piece,
+    final_pieces,
+    is_kept,
+    missing_in,
+    moved_home,
+    on_top_of,
+    overlaps,
+    unwritten,
+)
 from loadkit.tracing.lazy_tensor import LazyTensor, leaf_names
+from loadkit.tracing.leaks import held_tensors
 from loadkit.tracing.operations import view_of
 from loadkit.tracing.program import (
     Call,
@@ -27,12 +38,14 @@ from loadkit.tracing.program import (
     Expr,
     Filled,
     Missing,
+    Replay,
     Src,
     exactness,
     resolve,
     resolve_region,
     walk,
 )
+from loadkit.tracing.replay import holes
 from loadkit.tracing.storage import FileLeaf, Fill, Storage, Value
 from loadkit.tracing.view import View
 
@@ -40,7 +53,7 @@ if TYPE_CHECKING:
     from loadkit.build import Built
     from loadkit.resolve import Job
 
-__all__ = ["Costs", "TargetFinder"]
+__all__ = ["Costs", "TargetFinder", "is_repacked"]
 
 
 class Costs(NamedTuple):
@@ -107,6 +120,29 @@ class TargetFinder:
                 storage = self.recorder.tracked(buffer)
                 if storage is not None and storage.writes:
                     yield (f"{prefix}.{name}" if prefix else name,), buffer, False, module
+        for name, held in self._held_elsewhere():
+            yield (name,), held, False, self.model
+
+    def _held_elsewhere(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Real tensors beside parameters and buffers that were written to: attributes, mostly."""
+        parts = {
+            t.untyped_storage()._cdata
+            for t in (*self.model.parameters(), *self.model.buffers())
+            if not isinstance(t, LazyTensor)
+        }
+        done: set[int] = set()
+        for held in held_tensors(self.model):
+            if held.is_part or isinstance(held.tensor, LazyTensor):
+                continue
+            if held.tensor.device.type == "meta" or held.tensor.layout != torch.strided:
+                continue
+            key = held.tensor.untyped_storage()._cdata
+            storage = self.recorder.tracked(held.tensor)
+            if key in parts or key in done or storage is None or storage.real is None:
+                continue
+            done.add(key)
+            if storage.writes:
+                yield held.where, storage.real
 
     def _target(
         self, names: tuple[str, ...], tensor: torch.Tensor, is_parameter: bool, module: nn.Module
@@ -120,17 +156,20 @@ class TargetFinder:
                 "TRACE", f"{names[0]} is the end of too long a chain of operations", names[0]
             )
             return
+        overlapping = list(overlaps(storage))
+        if _is_elsewhere(tensor, storage):
+            storage, view, pieces = moved_home(view, tensor.dtype, pieces)
         target = Target(names, storage, view, tensor.dtype, is_parameter, pieces)
-        target.may_alias = not _is_repacked(module) and storage.real is None
-        self._overlaps(target)
+        target.may_alias = not is_repacked(module) and storage.real is None
+        self._overlaps(target, overlapping)
         if is_parameter:
             self._require_written(target)
         self.targets.append(target)
         self._rows_of(target)
 
-    def _overlaps(self, target: Target) -> None:
+    def _overlaps(self, target: Target, found: list[Overlap]) -> None:
         """Data over data: compared if the model ties these names, else a problem."""
-        for overlap in overlaps(target.storage):
+        for overlap in found:
             first, second = overlap.first.value, overlap.second.value
             if isinstance(first, Fill) or isinstance(second, Fill):
                 continue
@@ -152,9 +191,8 @@ class TargetFinder:
     def _require_written(self, target: Target) -> None:
         """Every element of a parameter comes from somewhere, or is on a list with a reason."""
         missing = sum(
-            view.numel
+            missing_in(view, expr, untouched=self._is_untouched(target, expr))
             for view, expr in target.pieces
-            if isinstance(expr, Missing) or self._is_untouched(target, expr)
         )
         reads_nothing = unwritten([p for p in target.pieces if not isinstance(p[1], Missing)])
         name = target.names[0]
@@ -193,7 +231,12 @@ class TargetFinder:
         )
 
     def _is_untouched(self, target: Target, expr: Expr) -> bool:
-        return is_kept(target.storage, expr) and isinstance(expr, Const) and expr.source is None
+        return (
+            id(target.storage) in self.recorder.live
+            and is_kept(target.storage, expr)
+            and isinstance(expr, Const)
+            and expr.source is None
+        )
 
     def _missing(self, name: str, missing: int, total: int) -> None:
         files = len({row.file for row in self.rows if row.file}) or len(self.job.loader.files)
@@ -215,6 +258,9 @@ class TargetFinder:
         made = storage.writes[: storage.loaded_from]
         start = Storage(storage.base, storage.numel, storage.itemsize, made)
         for view, expr in target.pieces:
+            if isinstance(expr, Replay) and holes(expr.storage, expr.version, expr.view):
+                yield view, on_top_of(expr, start)
+                continue
             if not isinstance(expr, Missing):
                 yield view, expr
                 continue
@@ -384,7 +430,7 @@ class TargetFinder:
         return Costs(needed + opaque, read + opaque, aliased, parameters, owned + staging)
 
 
-def _is_repacked(module: nn.Module) -> bool:
+def is_repacked(module: nn.Module) -> bool:
     """Whether a module's weights are changed after loading: then they must be owned."""
     from loadkit.quantization_base import QuantizeMethodBase
 
@@ -393,6 +439,13 @@ def _is_repacked(module: nn.Module) -> bool:
         return False
     own = getattr(type(method), "process_weights_after_loading", None)
     return own is not None and own is not QuantizeMethodBase.process_weights_after_loading
+
+
+def _is_elsewhere(tensor: torch.Tensor, storage: Storage) -> bool:
+    """Whether a parameter on meta was given memory that is not its own (``param.data = w``)."""
+    if tensor.device.type != "meta":
+        return False
+    return storage.keep is None or storage.keep._cdata != tensor.untyped_storage()._cdata
 
 
 def _leaves(expr: Expr) -> Iterator[tuple[str, str | None, Region | None]]:

@@ -66,8 +66,14 @@ class BertModel(nn.Module, PoolingModel, SupportsQuant):
 
     packed_modules_mapping: ClassVar[dict[str, list[str]]] = {"qkv_proj": ["query", "key", "value"]}
     hf_to_loadkit_mapper: ClassVar[WeightsMapper] = WeightsMapper(
-        orig_to_new_prefix={"bert.": ""},
-        orig_to_new_suffix={".gamma": ".weight", ".beta": ".bias"},  # as TensorFlow named them
+        # Rules that lead to themselves say which of the spellings a save writes.
+        orig_to_new_prefix={"bert.": "", "": ""},
+        orig_to_new_suffix={
+            ".gamma": ".weight",  # as TensorFlow named them
+            ".beta": ".bias",
+            ".weight": ".weight",
+            ".bias": ".bias",
+        },
         orig_to_new_stacked={
             "query": ("qkv_proj", "q"),
             "key": ("qkv_proj", "k"),

@@ -1,0 +1,112 @@
+"""What a model remembers of where it came from, so that it can be saved the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from loadkit.tracing.program import Src, walk
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from loadkit.config import LoadkitConfig
+    from loadkit.load_plan import LoadPlan, Row
+    from loadkit.mapper import WeightsMapper
+
+__all__ = ["Origin", "origin_of", "remember", "remember_load"]
+
+_ATTRIBUTE = "loadkit_origin"
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """A model's config and, where it was loaded, what its parameters were made of.
+
+    Attributes:
+        config: the bundle it was built from.
+        architecture: the architecture that was resolved; "" for a module the user built.
+        mapper: the mapper that ``load_into`` was given.
+        offered: names under which tensors were given to the model.
+        shapes: checkpoint tensor -> its shape in the file.
+        rows: parameter or buffer -> the plan's rows that wrote it.
+        sizes: parameter or buffer -> its shape when it was loaded.
+        buffers: the buffers among them.
+    """
+
+    config: LoadkitConfig
+    architecture: str = ""
+    mapper: WeightsMapper | None = None
+    offered: frozenset[str] = frozenset()
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
+    rows: Mapping[str, tuple[Row, ...]] = field(default_factory=dict)
+    sizes: Mapping[str, Shape] = field(default_factory=dict)
+    buffers: frozenset[str] = frozenset()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Origin:
+        return self  # frozen, and as true of the copy
+
+
+def origin_of(model: nn.Module) -> Origin | None:
+    """What a model remembers; None if loadkit neither built nor loaded it."""
+    found = model.__dict__.get(_ATTRIBUTE)
+    return found if isinstance(found, Origin) else None
+
+
+def remember(model: nn.Module, origin: Origin) -> None:
+    """Keep an origin with its model; a deep copy or a pickle of the model has it too."""
+    model.__dict__[_ATTRIBUTE] = origin
+
+
+def remember_load(
+    model: nn.Module,
+    config: LoadkitConfig,
+    plan: LoadPlan,
+    offered: Iterable[str],
+    *,
+    architecture: str,
+) -> None:
+    """Note a load that is done; of several loads into one module, the last word per parameter.
+
+    Args:
+        model: the model that was loaded.
+        config: its bundle.
+        plan: the plan that was executed.
+        offered: the names under which tensors were given to the model's ``load_weights``.
+        architecture: as in ``Origin``.
+    """
+    rows: dict[str, list[Row]] = {}
+    for row in plan.rows:
+        if row.parameter is not None:
+            rows.setdefault(row.parameter, []).append(row)
+    shapes: dict[str, Shape] = {}
+    sizes: dict[str, Shape] = {}
+    for target in plan.targets:
+        for _, expr in target.pieces:
+            shapes.update((i.leaf.name, i.leaf.size) for i in walk(expr) if isinstance(i, Src))
+        for name in target.names:
+            sizes[name] = target.view.size
+            rows.setdefault(name, rows.get(target.names[0], []))
+    new = Origin(
+        config=config,
+        architecture=architecture,
+        offered=frozenset(offered),
+        shapes=shapes,
+        rows={name: tuple(found) for name, found in rows.items()},
+        sizes=sizes,
+        buffers=frozenset(t.names[0] for t in plan.targets if not t.is_parameter),
+    )
+    old = origin_of(model)
+    if old is not None:
+        new = replace(
+            new,
+            offered=old.offered | new.offered,
+            shapes={**old.shapes, **new.shapes},
+            rows={**old.rows, **new.rows},
+            sizes={**old.sizes, **new.sizes},
+            buffers=old.buffers | new.buffers,
+        )
+    remember(model, new)
