@@ -1,35 +1,47 @@
-"""Model families against transformers: tiny random models, and ranks that are real processes.
+"""Model families against transformers: tiny random models, built, filled and run.
 
 A case is a Hugging Face config, its random state dict, inputs, and what transformers computes. The
-parent makes cases and writes them; rank processes load and run them without transformers.
+parent makes cases and writes them; rank processes (``four_ranks``) run them without transformers.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import os
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.multiprocessing.spawn import spawn
 
 from loadkit.config import LoadkitConfig, ModelConfig, ParallelConfig
+from loadkit_layers.attention import Attention
+from loadkit_layers.kv_cache import KVCache
 
-__all__ = ["Case", "build", "fill_with_nan", "fused", "load", "positions_of", "run_on_four_ranks"]
+__all__ = [
+    "Case",
+    "build",
+    "decode",
+    "fill_with_nan",
+    "fused",
+    "load",
+    "positions_of",
+    "run",
+    "run_case",
+]
 
 Tensors = dict[str, torch.Tensor]
 
 
 @dataclass
 class Case:
-    """``ids [T]`` and ``borders [B + 1]`` go in, ``hidden [T, D]`` (and ``logits``) come out."""
+    """``ids [T]`` and ``borders [B + 1]`` go in, ``hidden [T, D]`` (and ``logits``) come out.
+
+    With ``decode`` the first sequence is also computed token by token, with caches.
+    """
 
     model: str  # "module:Class"
     config: dict[str, Any]
@@ -40,6 +52,7 @@ class Case:
     logits: torch.Tensor | None = None
     first_position: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
+    decode: bool = False
 
     def save(self, folder: Path) -> None:
         """Write what a rank process needs."""
@@ -52,6 +65,7 @@ class Case:
             "borders": self.borders,
             "first_position": self.first_position,
             "logits": self.logits is not None,
+            "decode": self.decode,
         }
         (folder / "case.json").write_text(json.dumps(rest))
 
@@ -118,48 +132,29 @@ def run(model: Any, ids: torch.Tensor, borders: list[int], first: int, logits: b
     return out
 
 
-def run_on_four_ranks(cases: dict[str, Case], folder: Path) -> dict[str, list[Tensors]]:
-    """Each case at tp 2 (twice, side by side) and tp 4, by four gloo processes.
+def decode(model: Any, ids: torch.Tensor, prompt: int = 1) -> torch.Tensor:
+    """Hidden states ``[T, D]`` of one sequence: ``prompt`` tokens at once, then one by one.
 
-    Returns:
-        ``"{case}/tp{n}"`` to each rank's outputs.
+    A cache is bound to each attention for it, and taken away afterwards.
     """
-    for name, case in cases.items():
-        case.save(folder / name)
-    # The parent holds the store, so that no rank that ends early takes it along.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    spawn(_rank, args=(folder, store.port), nprocs=4)
-    ranks = [load_file(folder / f"rank{rank}.st") for rank in range(4)]
-    results: dict[str, list[Tensors]] = {}
-    for rank, tensors in enumerate(ranks):
-        for key, value in tensors.items():
-            place, _, output = key.rpartition("/")
-            results.setdefault(place, [{} for _ in ranks])[rank][output] = value
-    return results
+    attentions = [module for module in model.modules() if isinstance(module, Attention)]
+    for attention in attentions:
+        attention.kv_cache = KVCache(capacity=4)  # so that it has to grow
+    starts = [0, *range(prompt, len(ids)), len(ids)]
+    with torch.inference_mode():
+        parts = [model(ids[a:b], torch.arange(a, b)) for a, b in pairwise(starts)]
+    for attention in attentions:
+        attention.kv_cache = None
+    return torch.cat(parts)
 
 
-def _rank(rank: int, folder: Path, port: int) -> None:
-    """One process: every case at tp 2 and at tp 4."""
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    from loadkit_layers.communication import init_parallel_groups
-
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
-    try:
-        pairs = ParallelConfig(dp_size=2, dp_rank=rank // 2, tp_size=2, tp_rank=rank % 2)
-        init_parallel_groups(pairs)
-        out: Tensors = {}
-        for place in sorted(path for path in folder.iterdir() if path.is_dir()):
-            case = json.loads((place / "case.json").read_text())
-            weights, ids = load_file(place / "weights.st"), load_file(place / "ids.st")["ids"]
-            for parallel in (pairs, ParallelConfig(tp_size=4, tp_rank=rank)):
-                model = build(case["model"], case["config"], parallel)
-                load(model, weights)
-                got = run(model, ids, case["borders"], case["first_position"], case["logits"])
-                for key, value in got.items():
-                    out[f"{place.name}/tp{parallel.tp_size}/{key}"] = value.clone()
-        save_file(out, folder / f"rank{rank}.st")
-        dist.barrier()  # no rank leaves while another still talks to it
-    finally:
-        dist.destroy_process_group()
+def run_case(folder: Path, parallel: ParallelConfig) -> Tensors:
+    """Build, fill and run a saved case on this rank."""
+    case = json.loads((folder / "case.json").read_text())
+    ids = load_file(folder / "ids.st")["ids"]
+    model = build(case["model"], case["config"], parallel)
+    load(model, load_file(folder / "weights.st"))
+    got = run(model, ids, case["borders"], case["first_position"], case["logits"])
+    if case["decode"]:
+        got["decoded"] = decode(model, ids[: case["borders"][1]])
+    return got

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers.families import Case, Tensors, build, fused, load, positions_of, run, run_on_four_ranks
+from helpers.families import Case, Tensors, build, fused, load, positions_of, run
+from helpers.four_ranks import FourRanks
 from loadkit.config import LoadConfig, ParallelConfig
 from loadkit.errors import CheckpointError, ConfigFileError, ModelError, UsageError
 from loadkit_models.sentence_transformers import PoolingSettings, read_pooling
@@ -79,9 +80,9 @@ def cases() -> dict[str, Case]:
 
 @pytest.fixture(scope="module")
 def ranks(
-    cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory
+    cases: dict[str, Case], four_ranks: FourRanks, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[Tensors]]:
-    return run_on_four_ranks(cases, tmp_path_factory.mktemp("ranks"))
+    return four_ranks.run(cases, tmp_path_factory.mktemp("ranks"))
 
 
 NAMES = [f"{name}{form}" for name in VARIANTS for form in ("", "_fused")]
