@@ -110,6 +110,10 @@ class Attention(nn.Module):
             out = torch.cat([self._attend(queries[a:b], keys[a:b], values[a:b]) for a, b in spans])
         return out.reshape(total, self.num_heads * self.v_head_size)
 
+    def new_kv_cache(self) -> KVCache:
+        """An empty cache that fits this layer, for whoever generates to bind to ``kv_cache``."""
+        return KVCache()
+
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Called once the weights are there. Nothing to do: scales are part of the config."""
 

@@ -20,6 +20,7 @@ __all__ = ["COMMANDS", "cli", "run"]
 COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("loadkit.cli.plan", "Say what a load would do, from headers alone."),
     "load": ("loadkit.cli.load", "Load a model and report what it took."),
+    "generate": ("loadkit.cli.generate", "Continue a prompt, the likeliest token each time."),
     "inspect": ("loadkit.cli.inspect", "List a checkpoint's files and tensors; needs no model."),
     "formats": ("loadkit.cli.formats", "List load formats and the distributions they come from."),
     "models": ("loadkit.cli.models", "List the model architectures that are installed."),
