@@ -20,7 +20,8 @@ from loadkit.readers import choose_reader
 from loadkit.readers.base import Reader
 from loadkit.readers.mmap import MmapReader
 from loadkit.text import printable
-from loadkit.tracing.lazy_tensor import LazyTensor, leaf_names
+from loadkit.tracing.lazy_tensor import LazyTensor
+from loadkit.tracing.leaks import leaked_names, settle, stale
 from loadkit.tracing.program import Call
 from loadkit.tracing.recorder import Recorder
 from loadkit.tracing.storage import FileLeaf
@@ -82,17 +83,23 @@ def make_plan(job: Job, built: Built) -> Planned:
     opaque: set[str] = set()
     failed: dict[str, Problem] = {}
     general: list[Problem] = []
+    real_scratch = False
     for attempt in range(MAX_ATTEMPTS):
         if attempt:
+            built.recorder.undo_rehoming()
             built = build(job)
         built.recorder.opaque = frozenset(opaque)
         built.recorder.refused = frozenset(failed)
         built.recorder.real_of = _mapped
+        built.recorder.real_scratch = real_scratch
         try:
             _trace(job, built)
         except TraceError as error:
             names = set(error.detail["tensors"]) if isinstance(error.detail, dict) else set()
             names = names or ({built.recorder.current} if built.recorder.current else set())
+            if not names - opaque and not real_scratch:
+                real_scratch = True  # buffers that loader code makes may be what is in the way
+                continue
             if not names - opaque:
                 general.append(_problem(error, built.recorder.current))
                 break
@@ -106,8 +113,9 @@ def make_plan(job: Job, built: Built) -> Planned:
                 break
             failed[name] = problem
         else:
-            leaked = _leaks(built.model)
+            leaked = leaked_names(built.model)
             if not leaked - opaque:
+                general += _left_behind(built)
                 break
             opaque |= leaked
     else:
@@ -119,6 +127,8 @@ def _trace(job: Job, built: Built) -> None:
     recorder = built.recorder
     with recorder, _observed_model(built.model, recorder):
         recorder.begin_load()
+        if job.module is not None:
+            recorder.track_live((*built.model.parameters(), *built.model.buffers()))
         with torch.no_grad():
             job.loader.load_weights(built.model, job.config.model_config)
 
@@ -176,28 +186,33 @@ def _mapped(lazy: LazyTensor) -> torch.Tensor:
     return flat.view(leaf.dtype).view(leaf.size)
 
 
-def _leaks(model: nn.Module) -> set[str]:
-    """Tensors that loader code kept lazy in a parameter, a buffer or an attribute."""
-    names: set[str] = set()
-
-    def look(value: object, depth: int) -> None:
-        if type(value) in _PLAIN:
-            return
-        if isinstance(value, LazyTensor):
-            names.update(leaf_names(value.lazy_value()))
-        elif depth and isinstance(value, dict):
-            for item in value.values():
-                look(item, depth - 1)
-        elif depth and isinstance(value, (list, tuple, set)):
-            for item in value:
-                look(item, depth - 1)
-
-    for module in model.modules():
-        look(module.__dict__, 4)
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None:
-                look(tensor.__dict__, 2)
-    return names
+def _left_behind(built: Built) -> list[Problem]:
+    """Problems of what loader code did where the recorder could not follow."""
+    problems: list[Problem] = []
+    try:
+        settle(built.model, built.recorder)
+    except TraceError as error:
+        problems.append(_problem(error, None))
+    for where, parameter in stale(built.model, built.recorder):
+        what = f"a view of parameter {parameter}" if parameter else "a tensor without memory"
+        problems.append(
+            Problem(
+                "STALE_TENSOR",
+                f"attribute {where} is {what}: it would stay empty",
+                parameter=where,
+                hint="register it as a parameter, or make it after loading",
+            )
+        )
+    if built.recorder.foreign_writes:
+        problems.append(
+            Problem(
+                "FOREIGN_THREAD",
+                f"{built.recorder.foreign_writes} write(s) came from threads that were running "
+                "before the load began: what else they did was not seen",
+                hint="start threads inside load_weights, or use a ThreadPoolExecutor",
+            )
+        )
+    return problems
 
 
 def _assemble(job: Job, built: Built, problems: list[Problem], opaque: set[str]) -> Planned:

@@ -9,9 +9,29 @@ from itertools import pairwise
 import torch
 
 from loadkit.tracing.lazy_tensor import leaf_names
-from loadkit.tracing.program import Const, Expr, Filled, Missing, resolve_region, walk
-from loadkit.tracing.storage import FileLeaf, Fill, GeneratedLeaf, Operation, Storage, Value, Write
-from loadkit.tracing.view import DISJOINT, View, relate
+from loadkit.tracing.program import (
+    Const,
+    Expr,
+    Filled,
+    Missing,
+    Replay,
+    Src,
+    replayed,
+    resolve_region,
+    walk,
+)
+from loadkit.tracing.replay import holes
+from loadkit.tracing.storage import (
+    FileLeaf,
+    Fill,
+    GeneratedLeaf,
+    Operation,
+    Storage,
+    Unwritten,
+    Value,
+    Write,
+)
+from loadkit.tracing.view import DISJOINT, Split, View, relate
 
 __all__ = ["Overlap", "final_pieces", "is_kept", "overlaps"]
 
@@ -102,15 +122,21 @@ def overlaps(storage: Storage) -> Iterator[Overlap]:
     if len(data) < 2:
         return
     names = [leaf_names(w.value) for w in data if not isinstance(w.value, Fill)]
-    spans = sorted(((*w.view.span(), i) for i, w in enumerate(data)))
-    if all(a[1] <= b[0] for a, b in pairwise(spans)):
-        return
-    for j, second in enumerate(data):
-        if _reads(second, storage):
-            continue
-        for i, first in enumerate(data[:j]):
-            if names[i] != names[j] and _touch(first, second):
-                yield Overlap(first, second)
+    for i, j in _near([w.view.span() for w in data]):
+        first, second = data[i], data[j]
+        if names[i] != names[j] and _touch(first, second) and not _reads(second, storage):
+            yield Overlap(first, second)
+
+
+def _near(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Pairs (earlier, later) of spans that share bytes, in order of the later one."""
+    open_now: list[tuple[int, int]] = []
+    pairs: list[tuple[int, int]] = []
+    for start, end, at in sorted((*span, i) for i, span in enumerate(spans)):
+        open_now = [item for item in open_now if item[0] > start]
+        pairs += [(min(at, other), max(at, other)) for _, other in open_now]
+        open_now.append((end, at))
+    return sorted(pairs, key=lambda pair: (pair[1], pair[0]))
 
 
 def _is_data(write: Write) -> bool:
@@ -127,7 +153,7 @@ def _touch(a: Write, b: Write) -> bool:
         return False
     if a.mask is not None and b.mask is not None and a.view == b.view:
         return bool((a.mask & b.mask).any())
-    if isinstance(relation, tuple) and hasattr(relation, "parts"):
+    if isinstance(relation, Split):
         return any(
             relate(a.view, part) is not DISJOINT for part in relation.parts()
         )
@@ -167,10 +193,40 @@ def reads_own_memory(storage: Storage, expr: Expr) -> bool:
     return any(is_kept(storage, item) for item in walk(expr))
 
 
+def missing_in(view: View, expr: Expr, *, untouched: bool = False) -> int:
+    """How many elements of a piece nothing wrote."""
+    if untouched or isinstance(expr, Missing):
+        return view.numel
+    return holes(expr.storage, expr.version, expr.view) if isinstance(expr, Replay) else 0
+
+
 def unwritten(pieces: list[Piece]) -> int:
-    """How many elements of the pieces nothing wrote."""
-    return sum(
-        view.numel
-        for view, expr in pieces
-        if any(isinstance(item, Missing) for item in ([expr] if isinstance(expr, Filled) else walk(expr)))
-    )
+    """How many elements of the pieces are made from elements that nothing wrote."""
+    return sum(view.numel for view, expr in pieces if _reads_nothing(expr))
+
+
+def _reads_nothing(expr: Expr) -> bool:
+    if isinstance(expr, (Filled, Src)):
+        return False
+    if isinstance(expr, Replay):
+        return any(isinstance(item, Missing) for part in replayed(expr) for item in walk(part))
+    return any(isinstance(item, Missing) for item in walk(expr))
+
+
+def on_top_of(expr: Replay, start: Storage) -> Replay:
+    """A replay over what a storage held first; zeros where that is nothing either."""
+    base = Fill(0, expr.dtype) if isinstance(start.base, Unwritten) else start.base
+    writes = [*start.writes, *expr.storage.writes[: expr.version]]
+    whole = Storage(base, start.numel, start.itemsize, writes)
+    return Replay(whole, len(writes), expr.view, expr.dtype)
+
+
+def moved_home(
+    view: View, dtype: torch.dtype, pieces: list[Piece]
+) -> tuple[Storage, View, list[Piece]]:
+    """The pieces of a view in a storage of its own, that is no larger than it need be."""
+    first = view.offset
+    low, high = view.span()
+    storage = Storage(Unwritten("a parameter"), (high - low) // view.itemsize, view.itemsize)
+    moved = [(at._replace(offset=at.offset - first), expr) for at, expr in pieces]
+    return storage, view._replace(offset=0), moved

@@ -11,7 +11,7 @@ import torch
 from loadkit.errors import TraceError
 from loadkit.tracing import lazy_tensor
 from loadkit.tracing.lazy_tensor import LazyTensor, leaf_names
-from loadkit.tracing.storage import Fill, Operation, Storage, Unwritten, Value, Write
+from loadkit.tracing.storage import Constant, Fill, Operation, Storage, Unwritten, Value, Write
 from loadkit.tracing.view import View, contiguous
 
 if TYPE_CHECKING:
@@ -107,9 +107,20 @@ lazy_tensor.set_dispatcher(call)
 
 
 def as_lazy(tensor: torch.Tensor, recorder: Recorder | None) -> LazyTensor:
-    """The tensor as a lazy one: plain memory is tracked from here on."""
+    """The tensor as a lazy one. Real memory is copied: code may change it later, unseen."""
     if isinstance(tensor, LazyTensor):
         return tensor
+    if tensor.device.type != "meta" and (recorder is None or recorder.tracked(tensor) is None):
+        source = recorder.source_of(tensor) if recorder is not None else None
+        plain = tensor.detach()
+        for dim, stride in enumerate(plain.stride()):
+            if stride == 0 and plain.size(dim) > 1:
+                plain = plain.narrow(dim, 0, 1)
+        now = plain.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        base = Constant(now.resolve_conj().resolve_neg().reshape(-1), source)
+        view = contiguous(tuple(plain.size()), tensor.dtype.itemsize)
+        storage = Storage(base, view.numel, view.itemsize)
+        return LazyTensor(storage, view.expand(tuple(tensor.size())), tensor.dtype)
     storage = track(tensor, recorder)
     return LazyTensor(storage, view_of(tensor), tensor.dtype)
 
@@ -121,6 +132,14 @@ def track(tensor: torch.Tensor, recorder: Recorder | None) -> Storage:
     from loadkit.tracing.recorder import storage_of_plain
 
     return storage_of_plain(tensor)
+
+
+def note_foreign_write() -> None:
+    """A thread that is not recorded tried to write: the recording under way must know."""
+    from loadkit.tracing import recorder
+
+    if recorder._active is not None:
+        recorder._active.foreign_writes += 1
 
 
 def view_of(tensor: torch.Tensor) -> View:
@@ -235,6 +254,7 @@ def _write(
     target = args[0]
     if not isinstance(target, LazyTensor) and recorder is None:
         if target.device.type == "meta":
+            note_foreign_write()
             raise _untraceable(func, (args, kwargs), "no plan is being recorded in this thread")
         real = _map_lazy((args, kwargs), lambda t: realise(t, recorder))
         return func(*real[0], **real[1])
@@ -277,13 +297,26 @@ def record(
     """Append one write to the target's storage.
 
     Raises:
-        TraceError: several of its elements are one in memory.
+        TraceError: several of its elements are one in memory, or a numpy array sees it too.
     """
     view = view_of(target)
     if not view.is_apart():
         raise TraceError(
             f"a write to a tensor of size {list(view.size)} and strides {list(view.stride)}, in "
             "which several elements are one in memory, cannot be recorded"
+        )
+    if (
+        recorder is not None
+        and not isinstance(target, LazyTensor)
+        and target.device.type == "cpu"
+        and recorder.tracked(target) is None
+        and not target.untyped_storage().resizable()
+    ):
+        names = sorted(leaf_names(value)) if isinstance(value, Value) else []
+        raise TraceError(
+            "a tensor that shares its memory with something outside of torch is written to",
+            tensor=names[0] if names else None,
+            detail={"tensors": names},
         )
     storage = target.lazy_storage if isinstance(target, LazyTensor) else track(target, recorder)
     storage.writes.append(Write(view, target.dtype, value, mask))

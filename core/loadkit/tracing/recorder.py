@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -93,6 +95,12 @@ class Recorder:
         self.lock = threading.RLock()
         self._storages: dict[int, Storage] = {}
         self._fills: dict[int, tuple[Any, Fill]] = {}  # small, made by zeros, ones, full
+        self.live: set[int] = set()  # ids of the storages of a module that was there before
+        self.real_scratch = False  # buffers made while loading are real
+        self.foreign_writes = 0  # writes of lazy tensors in threads that are not recorded
+        self._real_names: dict[int, tuple[StorageWeakRef, str]] = {}
+        self._homes: list[Any] = []
+        self._rehomed: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._threads: set[int] = set()
         self._stack = ExitStack()
 
@@ -163,11 +171,25 @@ class Recorder:
                 thread.run = recorded_run  # type: ignore[method-assign]
             original(thread)
 
+        plain_submit = ThreadPoolExecutor.submit
+
+        def submit(pool: ThreadPoolExecutor, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+            if not recorder.covers_this_thread():
+                return plain_submit(pool, fn, *args, **kwargs)
+
+            def recorded_task() -> Any:
+                with recorder.in_this_thread():
+                    return fn(*args, **kwargs)
+
+            return plain_submit(pool, recorded_task)
+
         threading.Thread.start = start  # type: ignore[method-assign,assignment]
+        ThreadPoolExecutor.submit = submit  # type: ignore[method-assign,assignment]
         try:
             yield
         finally:
             threading.Thread.start = original  # type: ignore[method-assign]
+            ThreadPoolExecutor.submit = plain_submit  # type: ignore[method-assign]
 
     # ------------------------------------------------------------ what is recorded
 
@@ -175,8 +197,40 @@ class Recorder:
         """Construction is over: what it wrote can be read, and covers nothing."""
         self.phase = "load"
         self._fills.clear()
-        for storage in self._storages.values():
-            storage.loaded_from = len(storage.writes)
+        for key, storage in list(self._storages.items()):
+            if storage.real is not None and storage.writes:
+                self._storages[key] = _settled(storage)
+            else:
+                storage.loaded_from = len(storage.writes)
+
+    def track_live(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Parameters and buffers that were there before: what is written to them is recorded."""
+        for tensor in tensors:
+            self.live.add(id(self.track(tensor)))
+
+    def undo_rehoming(self) -> None:
+        """Give parameters whose ``.data`` was assigned their memory back (the load failed)."""
+        while self._rehomed:
+            target, old = self._rehomed.pop()
+            torch.utils.swap_tensors(target, old)
+
+    def storages(self) -> list[Storage]:
+        """Every plain storage that was recorded, in order of first use."""
+        return list(dict.fromkeys(self._storages.values()))
+
+    def source_of(self, tensor: torch.Tensor) -> str | None:
+        """The checkpoint tensor that real data came from, as far as is known."""
+        found = self._real_names.get(tensor.untyped_storage()._cdata)
+        if found is not None:
+            return found[1]
+        return self.current if self.takes_real and self.current in self.opaque_bytes else None
+
+    @property
+    def takes_real(self) -> bool:
+        """Whether the tensor being loaded came as real data: what is made from it is real too."""
+        if self.real_scratch:
+            return True
+        return self.current is not None and self.current in self.opaque_bytes
 
     def note_initial(self, param: torch.Tensor, data: torch.Tensor) -> None:
         """``data`` on meta takes the place of ``param``'s memory; a small fill is remembered."""
@@ -229,10 +283,8 @@ class Recorder:
         self.current = None
 
     def _note_real(self, name: str, tensor: torch.Tensor) -> None:
-        storage = storage_of_plain(tensor)
-        if isinstance(storage.base, Constant):
-            storage.base = Constant(storage.base.flat, name)
-        self._storages[tensor.untyped_storage()._cdata] = storage
+        kept = tensor.untyped_storage()
+        self._real_names[kept._cdata] = StorageWeakRef(kept), name  # the id is not used again
         self.opaque_bytes[name] = tensor.numel() * tensor.dtype.itemsize
 
     def _take_misfit(
@@ -278,6 +330,8 @@ class Recorder:
             and not isinstance(likely, LazyTensor)
             and likely.device.type == "meta"
         )
+        if self.takes_real and not on_meta and not isinstance(likely, LazyTensor):
+            return func(*args, **kwargs)
         view = operations.contiguous_like(meta)
         numel = view.span()[1] // view.itemsize
         storage = Storage(base, numel, meta.dtype.itemsize, scratch=not isinstance(base, Unwritten))
@@ -313,6 +367,22 @@ def _fill_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _deactivate() -> None:
     global _active
     _active = None
+
+
+def _settled(storage: Storage) -> Storage:
+    """Real memory to which recorded values were written, with them in it."""
+    value = Value(storage, len(storage.writes), _all_of(storage), _bits_dtype(storage))
+    numbers = read_now(value, None)
+    real = storage.real
+    assert real is not None and isinstance(storage.base, Constant)  # noqa: PT018, S101
+    storage.base = Constant(storage.base.flat.clone(), storage.base.source)
+    real.view(numbers.dtype).copy_(numbers)
+    return Storage(Constant(real), storage.numel, storage.itemsize, keep=storage.keep, real=real)
+
+
+def _bits_dtype(storage: Storage) -> torch.dtype:
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return sizes.get(storage.itemsize, torch.complex128)
 
 
 def storage_of_plain(tensor: torch.Tensor) -> Storage:
@@ -385,7 +455,11 @@ class _DispatchMode(TorchDispatchMode):
                 if recorder._fills and isinstance(target, torch.Tensor):
                     recorder.forget_fill(target)
                 if isinstance(target, torch.Tensor) and self._is_recorded(target, (args, kwargs)):
-                    if recorder.phase == "init" and func not in _INIT_WRITES:
+                    if (
+                        recorder.phase == "init"
+                        and func not in _INIT_WRITES
+                        and target.device.type == "meta"
+                    ):
                         return target  # an initialiser on a parameter: nothing to keep
                     return operations.call(func, args, kwargs)
                 return func(*args, **kwargs)
@@ -427,7 +501,7 @@ class _FunctionMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _WATCHED:
+        if func in _WATCHED and _active is self.recorder:
             if func == _SET_DATA:
                 return self._set_data(args[0], args[1])
             if not isinstance(args[0], LazyTensor):
@@ -438,31 +512,45 @@ class _FunctionMode(TorchFunctionMode):
         """Re-home a parameter; on meta the new contents are recorded."""
         if isinstance(target, LazyTensor):
             raise TraceError("assigning .data of a tensor that is not in memory cannot be recorded")
-        if not isinstance(value, LazyTensor) and (
-            target.device.type != "meta" or value.device.type == "meta"
-        ):
+        recorder = self.recorder
+        alike = (target.device.type == "meta") == (value.device.type == "meta")
+        if alike and not isinstance(value, LazyTensor):
+            if id(recorder.tracked(target)) in recorder.live:
+                recorder._rehomed.append((target, _twin(target, target.detach())))
             _SET_DATA(target, value)
             return
-        with self.recorder.lock:
-            home = torch.empty_strided(
-                tuple(value.size()), value.stride(), dtype=value.dtype, device="meta"
+        with recorder.lock:
+            home = operations.meta_like(value)  # another name of the value's own memory
+            kept = home.untyped_storage()
+            storage = (
+                value.lazy_storage if isinstance(value, LazyTensor) else recorder.track(value)
             )
-            self.recorder.track(home)
-            operations._record_copy(home, value, self.recorder)
+            recorder._homes.append(kept)
+            recorder._storages[kept._cdata] = storage
             if target.device.type == "meta":
                 _SET_DATA(target, home)
             else:
-                torch.utils.swap_tensors(target, _twin(target, home))
+                twin = _twin(target, home)
+                torch.utils.swap_tensors(target, twin)
+                recorder._rehomed.append((target, twin))
 
     def _refuse_if_changed(self, func: Any, tensor: Any) -> None:
-        if isinstance(tensor, torch.Tensor) and self.recorder.is_changed(tensor):
-            storage = self.recorder.track(tensor)
-            names = sorted(leaf_names(Value(storage, len(storage.writes), _all_of(storage), tensor.dtype)))
-            raise TraceError(
-                f"{getattr(func, '__name__', func)} reads memory that is not written yet",
-                tensor=names[0] if names else None,
-                detail={"tensors": names},
-            )
+        if not isinstance(tensor, torch.Tensor):
+            return
+        changed = self.recorder.is_changed(tensor)
+        if tensor.device.type == "meta":
+            if func in _CLONES or not (changed or func in _ADDRESSES):
+                return
+        elif not changed:
+            return
+        storage = self.recorder.track(tensor)
+        value = Value(storage, len(storage.writes), _all_of(storage), tensor.dtype)
+        names = sorted(leaf_names(value))
+        raise TraceError(
+            f"{getattr(func, '__name__', func)} was asked of memory that is not written yet",
+            tensor=names[0] if names else None,
+            detail={"tensors": names},
+        )
 
 
 def _all_of(storage: Storage) -> View:
@@ -477,10 +565,16 @@ def _twin(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
 
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_ADDRESSES = {torch.Tensor.data_ptr, torch.Tensor.share_memory_}
+_CLONES = {torch.Tensor.__deepcopy__}
 _WATCHED = {
     _SET_DATA,
     torch.Tensor.numpy,
     torch.Tensor.tolist,
-    torch.Tensor.data_ptr,
+    torch.Tensor.storage,
     torch.Tensor.__array__,
+    torch.Tensor.__dlpack__,
+    torch.Tensor.__reduce_ex__,
+    *_ADDRESSES,
+    *_CLONES,
 }

@@ -1,0 +1,158 @@
+"""What loader code left behind: lazy tensors in a model, and plain ones that would stay empty."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from loadkit.errors import TraceError
+from loadkit.tracing.lazy_tensor import LazyTensor, leaf_names
+
+if TYPE_CHECKING:
+    from loadkit.tracing.recorder import Recorder
+
+__all__ = ["Held", "held_tensors", "leaked_names", "settle", "stale"]
+
+_DEPTH = 4
+_PLAIN = (int, float, str, bytes, bool, type(None), type, torch.dtype, torch.device)
+
+
+class Held:
+    """A tensor that a model holds: where, and how to put another in its place."""
+
+    def __init__(
+        self, where: str, tensor: torch.Tensor, put: Callable[[Any], None] | None, is_part: bool
+    ) -> None:
+        self.where = where
+        self.tensor = tensor
+        self.put = put
+        self.is_part = is_part  # a registered parameter or buffer
+
+
+def held_tensors(model: nn.Module) -> Iterator[Held]:
+    """Every tensor in parameters, buffers and attributes, and in what these contain."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for registry in (module._parameters, module._buffers):
+            for name, tensor in list(registry.items()):
+                if tensor is not None:
+                    where = f"{prefix}.{name}" if prefix else name
+                    yield Held(where, tensor, _item(registry, name), True)
+                    yield from _inside(tensor.__dict__, where, 2, seen)
+        for name, value in list(module.__dict__.items()):
+            if name not in ("_parameters", "_buffers", "_modules"):
+                where = f"{prefix}.{name}" if prefix else name
+                yield from _look(value, where, _item(module.__dict__, name), _DEPTH, seen)
+
+
+def _look(
+    value: Any, where: str, put: Callable[[Any], None] | None, depth: int, seen: set[int]
+) -> Iterator[Held]:
+    if isinstance(value, torch.Tensor):
+        yield Held(where, value, put, False)
+    elif depth and not isinstance(value, (*_PLAIN, nn.Module)) and id(value) not in seen:
+        seen.add(id(value))
+        yield from _inside(value, where, depth - 1, seen)
+
+
+def _inside(value: Any, where: str, depth: int, seen: set[int]) -> Iterator[Held]:
+    if isinstance(value, dict):
+        for key, item in list(value.items()):
+            yield from _look(item, f"{where}[{key!r}]", _item(value, key), depth, seen)
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from _look(item, f"{where}[{i}]", _item(value, i), depth, seen)
+    elif isinstance(value, (tuple, set, frozenset)):
+        for i, item in enumerate(value):
+            yield from _look(item, f"{where}[{i}]", None, depth, seen)
+    elif isinstance(getattr(value, "__dict__", None), dict) and not callable(value):
+        for key, item in list(value.__dict__.items()):
+            yield from _look(item, f"{where}.{key}", _item(value.__dict__, key), depth, seen)
+
+
+def _item(container: Any, key: Any) -> Callable[[Any], None]:
+    def put(value: Any) -> None:
+        container[key] = value
+
+    return put
+
+
+def leaked_names(model: nn.Module) -> set[str]:
+    """Checkpoint tensors of which loader code kept something lazy."""
+    names: set[str] = set()
+    for held in held_tensors(model):
+        if isinstance(held.tensor, LazyTensor):
+            names |= leaf_names(held.tensor.lazy_value())
+    return names
+
+
+def settle(model: nn.Module, recorder: Recorder) -> None:
+    """Give lazy tensors that no checkpoint tensor is part of (``torch.zeros``) their numbers.
+
+    Raises:
+        TraceError: one cannot be given numbers, or sits where it cannot be replaced.
+    """
+    memory: dict[int, torch.Tensor] = {}
+    for held in held_tensors(model):
+        lazy = held.tensor
+        if not isinstance(lazy, LazyTensor) or leaf_names(lazy.lazy_value()):
+            continue
+        if held.put is None:
+            raise TraceError(f"{held.where} holds a tensor made while loading that cannot be placed")
+        real = _numbers(lazy, recorder, memory)
+        if isinstance(lazy, nn.Parameter):
+            kept = {k: v for k, v in lazy.__dict__.items() if k not in ("lazy_storage", "_is_param")}
+            real = nn.Parameter(real, requires_grad=lazy.requires_grad)
+            real.__dict__.update(kept)
+        held.put(real)
+
+
+def _numbers(
+    lazy: LazyTensor, recorder: Recorder, memory: dict[int, torch.Tensor]
+) -> torch.Tensor:
+    """Real memory for a lazy tensor; views of one storage stay views of one memory."""
+    from loadkit.tracing.evaluate import strided
+    from loadkit.tracing.recorder import read_now
+    from loadkit.tracing.replay import known_bytes
+    from loadkit.tracing.storage import Value
+    from loadkit.tracing.view import View
+
+    storage, view = lazy.lazy_storage, lazy.lazy_view
+    flat = memory.get(id(storage))
+    if flat is None:
+        flat = memory[id(storage)] = torch.zeros(
+            storage.numel * storage.itemsize, dtype=torch.uint8
+        )
+        known = known_bytes(storage, len(storage.writes))
+        if bool(known.all()) and storage.itemsize == view.itemsize:
+            whole = View((storage.numel,), (1,), 0, storage.itemsize)
+            value = Value(storage, len(storage.writes), whole, lazy.dtype)
+            flat.view(lazy.dtype).copy_(read_now(value, None))
+        else:
+            strided(flat, view, lazy.dtype).copy_(read_now(lazy.lazy_value(), None))
+    return strided(flat, view, lazy.dtype)
+
+
+def stale(model: nn.Module, recorder: Recorder) -> Iterator[tuple[str, str | None]]:
+    """Attributes on meta whose memory loading wrote to: (where, the parameter it is part of).
+
+    They are views of parameters, or buffers of nobody's: the load would leave them empty.
+    """
+    parts: dict[int, str] = {}
+    others: list[Held] = []
+    registered: set[int] = set()
+    for held in held_tensors(model):
+        if held.tensor.device.type != "meta" or isinstance(held.tensor, LazyTensor):
+            continue
+        if held.is_part and isinstance(held.tensor, nn.Parameter):
+            parts.setdefault(held.tensor.untyped_storage()._cdata, held.where)
+            registered.add(id(held.tensor))
+        else:
+            others.append(held)
+    for held in others:
+        key = held.tensor.untyped_storage()._cdata
+        if id(held.tensor) not in registered and (key in parts or recorder.is_changed(held.tensor)):
+            yield held.where, parts.get(key)
