@@ -302,7 +302,7 @@ def test_an_edited_file_is_read_or_refused_with_a_typed_error(
     began = time.process_time()
     try:
         for tensor in read_gguf_header(file).tensors:
-            assert 0 <= tensor.offset and tensor.offset + tensor.nbytes <= file.size
+            assert tensor.offset >= 0 and tensor.offset + tensor.nbytes <= file.size
     except FormatError as error:
         assert error.code.startswith("E_") and error.file == "m.gguf"
     assert time.process_time() - began < 2
