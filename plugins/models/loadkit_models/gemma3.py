@@ -17,6 +17,7 @@ import torch
 
 from loadkit.config import HFConfig, LoadkitConfig
 from loadkit.errors import ConfigFileError
+from loadkit.text import printable
 from loadkit_layers.layernorm import GemmaRMSNorm
 from loadkit_layers.rotary_embedding import RotaryEmbedding, get_rope, rope_parameters_of
 from loadkit_layers.sequences import CuSeqlens
@@ -114,7 +115,8 @@ def _rope(hf_config: HFConfig, kind: str, head_size: int) -> RotaryEmbedding:
     """
     by_kind = getattr(hf_config, "rope_parameters", None)
     if by_kind is not None and not isinstance(by_kind, HFConfig):
-        raise ConfigFileError(f"config.json: rope_parameters is {by_kind!r}, not an object")
+        shown = printable(repr(by_kind), 80)
+        raise ConfigFileError(f"config.json: rope_parameters is {shown}, not an object")
     own = None if by_kind is None else by_kind.get(kind)
     if kind == SLIDING:
         base = real(hf_config, "rope_local_base_freq", 10_000.0)
