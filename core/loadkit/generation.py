@@ -14,6 +14,7 @@ from loadkit.launch import Patience, run_ranks
 from loadkit.load_config import LoadConfig
 from loadkit.loader import load, run_line
 from loadkit.parallel_config import ParallelConfig
+from loadkit.parallel_groups import make_groups
 from loadkit.rank_worker import Rank
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ def speak(
         load_config = replace(load_config, num_threads=rank.threads)
     options = {**options, "load_config": load_config, "device": rank.device}
     model = load(source, parallel=rank.parallel, **options).model
+    make_groups(rank.parallel)
 
     def on_step(token: int, _: object) -> None:
         if rank.parallel.rank == 0:

@@ -23,7 +23,7 @@ from loadkit.text import printable
 
 __all__ = ["Failure", "describe", "ended", "name_of", "root_cause", "silent"]
 
-_OTHERS_GONE = ("gloo", "nccl", "connection closed", "connection reset", "timed out")
+_BACKENDS = ("gloo", "nccl")  # their errors name their files
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _is_indirect(error: BaseException) -> bool:
         if module.startswith("torch") and type(seen).__name__.startswith("Dist"):
             return True
         text = str(seen).lower()
-        if isinstance(seen, RuntimeError) and any(word in text for word in _OTHERS_GONE):
+        if isinstance(seen, RuntimeError) and any(word in text for word in _BACKENDS):
             return True
         seen = seen.__cause__
     return False

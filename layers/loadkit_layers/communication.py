@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from loadkit.config import ParallelConfig
 from loadkit.errors import DistributedError
+from loadkit.parallel_groups import makes_groups
 
 __all__ = ["all_gather", "all_reduce", "global_rank", "init_parallel_groups", "tp_group"]
 
@@ -31,6 +32,7 @@ def global_rank(parallel: ParallelConfig) -> int:
     )
 
 
+@makes_groups
 def init_parallel_groups(parallel: ParallelConfig) -> None:
     """Make the process groups of a layout, once; every rank of the world has to call it.
 
