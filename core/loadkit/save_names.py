@@ -45,9 +45,8 @@ class CheckpointNames:
             if isinstance(own, WeightsMapper):
                 self._back[path] = own.reverse()
         outer = mapper or getattr(type(model), "hf_to_loadkit_mapper", None)
-        self._stacks = False
+        self._outer = outer if isinstance(outer, WeightsMapper) else None
         if isinstance(outer, WeightsMapper):
-            self._stacks = outer.stacks
             forward = ((outer.map_name(name), name) for name in sorted(known))
             self._known = {place: name for place, name in forward if place is not None}
 
@@ -84,16 +83,26 @@ class CheckpointNames:
             found = [(name, one) for name, one in named if name is not None]
             if len(found) < len(named):
                 return None
-        if shards is None and not self._stacks:
+        if shards is None and not (self._outer is not None and self._outer.stacks):
             return self._unpacked(found[0][0], parts)
         return found
 
     def _undo(self, path: str, start: int, name: str, shard_id: Any) -> str | None:
-        """One mapper's step back on the part of a name that it sees."""
+        """One mapper's step back on the part of a name that it sees.
+
+        Where no rule leads from a name to itself, and so says which spelling is the one to save,
+        the checkpoint's own counts.
+        """
         inner = self._back[path].map_name(name[start:], shard_id)
-        if inner is None and not path:
-            inner = self._known.get(MappedName(name, shard_id))
+        known = None if path else self._known.get(MappedName(name, shard_id))
+        if known is not None and (inner is None or not self._is_settled(inner)):
+            return known
         return None if inner is None else name[:start] + inner
+
+    def _is_settled(self, name: str) -> bool:
+        """Whether an outer rule leads from this name to itself."""
+        steps = self._outer.explain(name).steps if self._outer is not None else ()
+        return any(step.before == step.after for step in steps)
 
     def _unpacked(self, name: str, parts: list[str]) -> Named:
         """The parts of a fused module, by the ``packed_modules_mapping`` in force there."""
