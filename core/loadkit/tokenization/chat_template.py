@@ -34,7 +34,7 @@ MAX_TEMPLATE = 256 << 10  # bytes
 MAX_INPUT = 16 << 20  # bytes of messages and variables, as JSON
 MAX_OUTPUT = 16 << 20  # characters of text, beyond twice the input
 MAX_MEMORY = 64 << 20  # bytes beyond the interpreter's and eight times the input
-CPU_SECONDS = 2
+CPU_SECONDS = 2  # with the imports
 WALL_SECONDS = 20.0  # on a busy machine two seconds of CPU take longer
 
 _CHILD = Path(__file__).with_name("template_child.py")

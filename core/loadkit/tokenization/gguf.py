@@ -42,7 +42,11 @@ def from_gguf(metadata: Mapping[str, Any], *, file: str | None = None) -> Tokeni
 
 
 class _Model(Protocol):
-    """What the three kinds of vocabulary have in common."""
+    """What the three kinds of vocabulary have in common.
+
+    ``ids`` are those of a piece of text without special tokens; ``first`` says that it begins the
+    text or follows a special token. ``prefixed``: such a piece is given a leading space.
+    """
 
     prefixed: bool
 

@@ -58,7 +58,7 @@ class ScoreBpe:
             )
 
     def ids(self, text: str, *, first: bool) -> list[int]:
-        """The ids of a piece without special tokens. ``first``: none like it precedes."""
+        """The ids of a piece without special tokens; ``first``: it may get the leading space."""
         if self.prefixed and first:
             text = " " + text
         text = text.replace(" ", SPACE)

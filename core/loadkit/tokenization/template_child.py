@@ -82,7 +82,7 @@ def set_limits(memory: int, cpu_seconds: int) -> None:
     except OSError:  # no such file system: time and output alone are bounded
         pass
     wanted = {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0}
-    wanted[resource.RLIMIT_CPU] = int(time.process_time()) + 1 + cpu_seconds
+    wanted[resource.RLIMIT_CPU] = int(time.process_time()) + cpu_seconds
     if used:
         wanted[resource.RLIMIT_AS] = used + memory
     for kind, limit in wanted.items():

@@ -44,6 +44,9 @@ class Kind(IntEnum):
     BYTE = 6
 
 
+_SPECIAL_KINDS = frozenset(map(int, (Kind.CONTROL, Kind.USER_DEFINED, Kind.UNKNOWN)))
+
+
 class Metadata:
     """The ``tokenizer.*`` values of a file, typed on the way out.
 
@@ -167,7 +170,7 @@ class Vocabulary:
         Args:
             metadata: its metadata.
             defaults: ids of special tokens that the file need not name (they follow from the
-                kind of tokenizer); ignored where they are out of range.
+                kind of tokenizer); ignored where such a token is a plain one, or not there.
 
         Raises:
             FormatError: E_TOKENIZER, it breaks a rule.
@@ -187,10 +190,12 @@ class Vocabulary:
             message = f"a token of {longest} characters, more than the {MAX_TOKEN_LENGTH} allowed"
             metadata.fail(message, "tokenizer.ggml.tokens")
         known = {name: metadata.token_id(name, len(tokens)) for name in _IDS}
+        types = _types(metadata, len(tokens))
         for name, default in defaults.items():
-            if known[name] is None and default < len(tokens):
+            fits = default < len(tokens) and (types is None or types[default] in _SPECIAL_KINDS)
+            if known[name] is None and fits:
                 known[name] = default
-        kinds = _kinds(metadata, len(tokens), known)
+        kinds = _kinds(len(tokens), known) if types is None else types
         special = _special(metadata, tokens, kinds)
         controls = {text: i for text, i in special.items() if kinds[i] != Kind.UNKNOWN}
         eot = known["eot"] if known["eot"] is not None else end_of_turn(controls)
@@ -215,23 +220,27 @@ class Vocabulary:
         return found
 
 
-def _kinds(metadata: Metadata, size: int, known: Mapping[str, int | None]) -> list[int]:
+def _types(metadata: Metadata, size: int) -> list[int] | None:
+    """The kind the file gives each token; None in an old file, which gives none."""
     key = "tokenizer.ggml.token_type"
     found = metadata.array(key, int, MAX_TOKENS, size)
-    if found is None:  # an old file: only what is named can be special
-        found = [int(Kind.NORMAL)] * size
-        for name, token_id in known.items():
-            if token_id is not None:
-                found[token_id] = int(Kind.UNKNOWN if name == "unknown" else Kind.CONTROL)
-    strange = set(found) - set(Kind)
+    strange = set(found or ()) - set(Kind)
     if strange:
         metadata.fail(f"{key} holds {printable(min(strange), 40)}, which is no token type", key)
     return found
 
 
+def _kinds(size: int, known: Mapping[str, int | None]) -> list[int]:
+    """The kinds where the file gives none: only what is named can be special."""
+    kinds = [int(Kind.NORMAL)] * size
+    for name, token_id in known.items():
+        if token_id is not None:
+            kinds[token_id] = int(Kind.UNKNOWN if name == "unknown" else Kind.CONTROL)
+    return kinds
+
+
 def _special(metadata: Metadata, tokens: Sequence[str], kinds: Sequence[int]) -> dict[str, int]:
-    kept = {int(Kind.CONTROL), int(Kind.USER_DEFINED), int(Kind.UNKNOWN)}
-    special = {tokens[i]: i for i, kind in enumerate(kinds) if kind in kept}
+    special = {tokens[i]: i for i, kind in enumerate(kinds) if kind in _SPECIAL_KINDS}
     longest = max(map(len, special), default=0)
     if longest > MAX_SPECIAL_LENGTH:
         message = f"a special token of {longest} characters, more than {MAX_SPECIAL_LENGTH}"
