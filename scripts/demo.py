@@ -32,9 +32,9 @@ def plan(folder: Path, tp: int) -> None:
 def similarities(folder: Path, sentences: list[str]) -> list[list[float]]:
     """Cosine similarities ``[N, N]`` of the sentences' mean-pooled embeddings."""
     import torch
-    from tokenizers import Tokenizer
 
     import loadkit
+    from loadkit.tokenization import from_tokenizer_json
 
     begin = time.perf_counter()
     result = loadkit.load(folder)
@@ -42,9 +42,8 @@ def similarities(folder: Path, sentences: list[str]) -> list[list[float]]:
     report = result.report.to_dict()
     print(f"  {seconds:.2f} s, {report['bytes_read'] / 1e6:.1f} MB, reader {report['reader']}")
 
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.no_padding()
-    lines = [tokenizer.encode(sentence).ids for sentence in sentences]
+    tokenizer = from_tokenizer_json((folder / "tokenizer.json").read_bytes())
+    lines = [tokenizer.encode(sentence) for sentence in sentences]
     lengths = [len(line) for line in lines]
     ids = torch.tensor([token for line in lines for token in line])  # [T], packed
     positions = torch.cat([torch.arange(length) for length in lengths])  # [T]

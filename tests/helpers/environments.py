@@ -62,6 +62,8 @@ def link_third_parties(folder: Path) -> Path:
     """A folder of links to what the members require beside each other, and what that requires."""
     folder.mkdir()
     wanted = [line for member in MEMBERS for line in project(member)["dependencies"]]
+    for member in MEMBERS:
+        wanted += project(member).get("optional-dependencies", {}).get("generate", [])
     seen: set[str] = set()
     while wanted:
         requirement = Requirement(wanted.pop())
