@@ -1,0 +1,139 @@
+"""GGUF's tensor names as Hugging Face's, and what converters did to numbers, undone.
+
+A model class may bring its own ``gguf_mapper``: any object with ``map_name`` and ``transform``.
+Where it has none, the one of the file's architecture is taken (``architectures.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from loadkit.errors import WeightLoadError
+from loadkit.file_checks import show
+from loadkit.mapper import WeightsMapper
+
+__all__ = [
+    "DECODER_NAMES",
+    "GGUFMapper",
+    "TableMapper",
+    "Transform",
+    "minus_one",
+    "unpermute_keys",
+    "unpermute_queries",
+]
+
+Transform = Callable[[str, torch.Tensor, Any], torch.Tensor]
+"""``transform(hf_name, tensor, hf_config)``: the tensor as Hugging Face has it."""
+
+
+@runtime_checkable
+class GGUFMapper(Protocol):
+    """What ``gguf_mapper`` of a model class is.
+
+    It may also have ``reason(name)``: why ``map_name`` leaves a tensor out.
+    """
+
+    def map_name(self, name: str) -> str | None:
+        """The Hugging Face name of a tensor of the file; None leaves it out."""
+
+    def transform(self, hf_name: str, tensor: torch.Tensor, hf_config: Any) -> torch.Tensor:
+        """The tensor [its torch shape] as Hugging Face has it, by plain torch operations.
+
+        It is called while loading is traced: the tensor is lazy, and no number of it is known.
+        ``hf_config`` is the text model's config.
+        """
+
+
+class TableMapper:
+    """A ``GGUFMapper`` made of tables.
+
+    Args:
+        names: rules from GGUF's names to Hugging Face's; a name no rule matches stays.
+        skipped: names' first or layer's own component -> why such tensors are left out.
+        transforms: whole trailing components of a Hugging Face name -> what is done to it.
+    """
+
+    def __init__(
+        self,
+        names: WeightsMapper,
+        skipped: Mapping[str, str] | None = None,
+        transforms: Mapping[str, Transform] | None = None,
+    ) -> None:
+        self.names = names
+        self.skipped = dict(skipped or {})
+        self.transforms = dict(transforms or {})
+
+    def map_name(self, name: str) -> str | None:
+        """The Hugging Face name, or None for a tensor that is left out."""
+        if self.reason(name) is not None:
+            return None
+        mapped = self.names.map_name(name)
+        return None if mapped is None else mapped.name
+
+    def reason(self, name: str) -> str | None:
+        """Why a tensor is left out; None for one that is not."""
+        parts = name.split(".")
+        own = parts[2] if parts[0] == "blk" and len(parts) > 2 else parts[0]
+        return self.skipped.get(own)
+
+    def transform(self, hf_name: str, tensor: torch.Tensor, hf_config: Any) -> torch.Tensor:
+        """The tensor with what the converter did undone."""
+        for ending, change in self.transforms.items():
+            if hf_name == ending or hf_name.endswith(f".{ending}"):
+                return change(hf_name, tensor, hf_config)
+        return tensor
+
+
+# Every decoder of Llama's shape; the norms between are the family's own.
+DECODER_NAMES = WeightsMapper(
+    orig_to_new_prefix={
+        "token_embd.": "model.embed_tokens.",
+        "output_norm.": "model.norm.",
+        "output.": "lm_head.",
+        "blk.": "model.layers.",
+    },
+    orig_to_new_substr={
+        "attn_norm": "input_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_qkv": "self_attn.qkv_proj",
+        "attn_output": "self_attn.o_proj",
+        "attn_q_norm": "self_attn.q_norm",
+        "attn_k_norm": "self_attn.k_norm",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    },
+)
+
+
+def unpermute_queries(hf_name: str, tensor: torch.Tensor, hf_config: Any) -> torch.Tensor:
+    """Rows of q [heads * size, ...]: GGUF pairs neighbours for rotation, Hugging Face halves."""
+    return _unpermute(hf_name, tensor, int(hf_config.num_attention_heads))
+
+
+def unpermute_keys(hf_name: str, tensor: torch.Tensor, hf_config: Any) -> torch.Tensor:
+    """The same of k, by its own number of heads."""
+    heads = getattr(hf_config, "num_key_value_heads", None) or hf_config.num_attention_heads
+    return _unpermute(hf_name, tensor, int(heads))
+
+
+def _unpermute(hf_name: str, tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    rows = tensor.shape[0]
+    if heads < 1 or rows % (2 * heads):
+        raise WeightLoadError(
+            f"{show(hf_name)} has {rows} rows, which are no {heads} heads of an even size",
+            tensor=hf_name,
+        )
+    rest = tensor.shape[1:]
+    pairs = tensor.reshape(heads, rows // heads // 2, 2, *rest)
+    return pairs.transpose(1, 2).reshape(rows, *rest)
+
+
+def minus_one(hf_name: str, tensor: torch.Tensor, hf_config: Any) -> torch.Tensor:
+    """A norm's weight: GGUF stores one more than Hugging Face."""
+    return tensor - 1
