@@ -142,6 +142,10 @@ class Recorder:
         finally:
             self._threads.discard(me)
 
+    def watching(self) -> TorchDispatchMode:
+        """See the calls of code that itself runs inside of a recorded call."""
+        return _DispatchMode(self)
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Real work of this thread in between (another model is built): nothing is recorded."""
@@ -256,14 +260,22 @@ class Recorder:
         return storage is not None and (bool(storage.writes) or storage.scratch)
 
     def observe(
-        self, weights: Iterable[tuple[str, torch.Tensor]]
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        *,
+        then: Callable[[Iterator[tuple[str, torch.Tensor]]], Iterator[tuple[str, torch.Tensor]]]
+        | None = None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Pass weights on, noting which one is being loaded; what is observed already stays so.
 
         Names in ``refused`` are left out; those in ``opaque`` come as real data (``real_of``), and
-        real tensors are opaque constants.
+        real tensors are opaque constants. ``then`` renames and changes them after they were seen,
+        so that they are known by the checkpoint's own names.
         """
-        return weights if isinstance(weights, _Observed) else _Observed(self._observe(weights))
+        if then is None and isinstance(weights, _Observed):
+            return weights
+        observed = self._observe(weights)
+        return _Observed(observed if then is None else then(observed))
 
     def _observe(
         self, weights: Iterable[tuple[str, torch.Tensor]]
@@ -282,9 +294,13 @@ class Recorder:
             yield name, tensor
         self.current = None
 
-    def _note_real(self, name: str, tensor: torch.Tensor) -> None:
+    def note_source(self, tensor: torch.Tensor, name: str) -> None:
+        """Real data came from that checkpoint tensor."""
         kept = tensor.untyped_storage()
         self._real_names[kept._cdata] = StorageWeakRef(kept), name  # the id is not used again
+
+    def _note_real(self, name: str, tensor: torch.Tensor) -> None:
+        self.note_source(tensor, name)
         self.opaque_bytes[name] = tensor.numel() * tensor.dtype.itemsize
 
     def _take_misfit(
@@ -471,8 +487,11 @@ class _DispatchMode(TorchDispatchMode):
                 return func(*args, **kwargs)
             if operations.interesting((args, kwargs), recorder):
                 return operations.call(func, args, kwargs)
-            if recorder.phase == "load" and operations.reads_no_memory(func, (args, kwargs)):
-                return operations.call(func, args, kwargs)
+            if recorder.phase == "load":
+                if operations.reads_no_memory(func, (args, kwargs)):
+                    return operations.call(func, args, kwargs)
+                if operations.makes_numbers_on_meta(args, kwargs):
+                    kwargs = {**kwargs, "device": "cpu"}
             return func(*args, **kwargs)
 
     def _is_recorded(self, target: torch.Tensor, tree: Any) -> bool:
@@ -504,7 +523,12 @@ class _FunctionMode(TorchFunctionMode):
         if func in _WATCHED and _active is self.recorder:
             if func == _SET_DATA:
                 return self._set_data(args[0], args[1])
-            if not isinstance(args[0], LazyTensor):
+            if func in _MAKES_NUMBERS:
+                if self.recorder.phase == "load":
+                    args, kwargs = _off_meta(func, args, kwargs or {})
+            elif not isinstance(args[0], LazyTensor):
+                if func in _CLONES and self.recorder.is_changed(args[0]):
+                    return operations.as_lazy(args[0], self.recorder).clone()
                 self._refuse_if_changed(func, args[0])
         return func(*args, **kwargs) if kwargs else func(*args)
 
@@ -537,11 +561,9 @@ class _FunctionMode(TorchFunctionMode):
     def _refuse_if_changed(self, func: Any, tensor: Any) -> None:
         if not isinstance(tensor, torch.Tensor):
             return
-        changed = self.recorder.is_changed(tensor)
-        if tensor.device.type == "meta":
-            if func in _CLONES or not (changed or func in _ADDRESSES):
-                return
-        elif not changed:
+        if not self.recorder.is_changed(tensor) and not (
+            tensor.device.type == "meta" and func in _ADDRESSES
+        ):
             return
         storage = self.recorder.track(tensor)
         value = Value(storage, len(storage.writes), _all_of(storage), tensor.dtype)
@@ -551,6 +573,33 @@ class _FunctionMode(TorchFunctionMode):
             tensor=names[0] if names else None,
             detail={"tensors": names},
         )
+
+
+def _off_meta(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a call that would make numbers on meta, where they are lost: on the CPU."""
+    if func in _INDEXING:
+        if args[0].device.type == "meta":
+            args = (args[0], _index_off_meta(args[1]), *args[2:])
+    elif func is torch.Tensor.new_tensor:
+        if args[0].device.type == "meta":
+            kwargs = {"device": "cpu", **kwargs}
+    device = kwargs.get("device")
+    data = kwargs.get("data", args[-1] if args else None)
+    if device is not None and torch.device(device).type == "meta":
+        if not isinstance(data, torch.Tensor):
+            kwargs = {**kwargs, "device": "cpu"}
+    return args, kwargs
+
+
+def _index_off_meta(index: Any) -> Any:
+    if isinstance(index, (list, range)) or type(index).__name__ == "ndarray":
+        has_tensors = isinstance(index, list) and any(isinstance(i, torch.Tensor) for i in index)
+        return index if has_tensors else torch.tensor(index)
+    if isinstance(index, tuple):
+        return tuple(_index_off_meta(item) for item in index)
+    return index
 
 
 def _all_of(storage: Storage) -> View:
@@ -567,6 +616,8 @@ def _twin(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _ADDRESSES = {torch.Tensor.data_ptr, torch.Tensor.share_memory_}
 _CLONES = {torch.Tensor.__deepcopy__}
+_INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
+_MAKES_NUMBERS = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor, *_INDEXING}
 _WATCHED = {
     _SET_DATA,
     torch.Tensor.numpy,
@@ -577,4 +628,5 @@ _WATCHED = {
     torch.Tensor.__reduce_ex__,
     *_ADDRESSES,
     *_CLONES,
+    *_MAKES_NUMBERS,
 }
