@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -129,7 +130,9 @@ def _trace(job: Job, built: Built) -> None:
         recorder.begin_load()
         if job.module is not None:
             recorder.track_live((*built.model.parameters(), *built.model.buffers()))
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            # load_state_dict says that copies to meta do nothing; here they are recorded
+            warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
             job.loader.load_weights(built.model, job.config.model_config)
 
 

@@ -14,7 +14,7 @@ from loadkit.readers.base import Extent, Reader
 from loadkit.text import printable
 from loadkit.tracing.coverage import reads_own_memory
 from loadkit.tracing.evaluate import ResultCache, evaluate, generate, strided
-from loadkit.tracing.program import Call, Expr, Src
+from loadkit.tracing.program import Call, Const, Expr, Src, walk
 from loadkit.tracing.storage import FileLeaf, Storage
 from loadkit.tracing.view import View
 
@@ -82,6 +82,7 @@ def read_targets(
     targets = list(targets)
     run = _Run(reader, _Memory(device), landed)
     todo = [(t, moves_of(t, direct=_on_host(t, device), alias=alias)) for t in targets]
+    run.save_old(todo)
     for target, moves in todo:
         run.alias(target, moves)
         run.fill(target, moves)
@@ -93,6 +94,10 @@ def read_targets(
     for file in files_of(targets):
         file.check_unchanged()
     return run.result, run.memory.flat
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _on_host(target: Target, device: torch.device) -> bool:
@@ -108,8 +113,6 @@ def _first_offset(moves: Moves) -> tuple[str, int]:
 
 
 def _sources(expr: Expr) -> Iterator[Any]:
-    from loadkit.tracing.program import walk
-
     return (e for e in walk(expr) if isinstance(e, Src) and isinstance(e.leaf, FileLeaf))
 
 
@@ -120,6 +123,7 @@ class _Run:
         self.landed = landed
         self.result = ReadResult()
         self.cache: ResultCache = {}
+        self.saved: dict[int, torch.Tensor] = {}
 
     def alias(self, target: Target, moves: Moves) -> None:
         """Make the file's mapping the target's memory."""
@@ -154,15 +158,34 @@ class _Run:
 
     def compute(self, target: Target, moves: Moves) -> None:
         """Evaluate what is more than a copy, chunk by chunk."""
-        own = [item for item in moves.computed if reads_own_memory(target.storage, item[1])]
+        own = [
+            (view, expr)
+            for view, expr in moves.computed
+            if id(expr) not in self.saved and reads_own_memory(target.storage, expr)
+        ]
         ready = [(view, evaluate(expr, self.fetch, self.cache).clone()) for view, expr in own]
         for view, value in ready:
             self.memory.view(target, view).copy_(value)
         for view, expr in moves.computed:
             if any(view is mine for mine, _ in own):
                 continue
+            if id(expr) in self.saved:
+                self.memory.view(target, view).copy_(self.saved.pop(id(expr)))
+                continue
             for part_view, part in chunks(view, expr):
                 self._store(target, self.memory.view(target, part_view), part)
+
+    def save_old(self, todo: list[tuple[Target, Moves]]) -> None:
+        """Keep what is made of a live module's memory, where that will be written before."""
+        live = {_memory_of(t.storage.real) for t, _ in todo if t.storage.real is not None}
+        for target, moves in todo if live else ():
+            real = target.storage.real
+            mine = set() if real is None else {_memory_of(real)}
+            mixed = bool(moves.strips or moves.fills)
+            for _, expr in moves.computed:
+                used = {_memory_of(c.tensor) for c in walk(expr) if isinstance(c, Const)} & live
+                if used - mine or (used and mixed):
+                    self.saved[id(expr)] = evaluate(expr, self.fetch, self.cache).clone()
 
     def _store(self, target: Target, into: torch.Tensor, expr: Expr) -> None:
         cast_from = _cast_source(expr)

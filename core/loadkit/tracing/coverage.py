@@ -20,7 +20,7 @@ from loadkit.tracing.program import (
     resolve_region,
     walk,
 )
-from loadkit.tracing.replay import holes
+from loadkit.tracing.replay import bytes_under, holes
 from loadkit.tracing.storage import (
     FileLeaf,
     Fill,
@@ -31,11 +31,13 @@ from loadkit.tracing.storage import (
     Value,
     Write,
 )
-from loadkit.tracing.view import DISJOINT, Split, View, relate
+from loadkit.tracing.view import DISJOINT, UNKNOWN, Split, View, relate
 
 __all__ = ["Overlap", "final_pieces", "is_kept", "overlaps"]
 
 Piece = tuple[View, Expr]
+
+_SMALL = 1 << 24  # bytes of memory that are looked at one by one, where strides do not tell
 
 
 def final_pieces(storage: Storage, view: View, dtype: torch.dtype) -> list[Piece]:
@@ -54,7 +56,9 @@ def final_pieces(storage: Storage, view: View, dtype: torch.dtype) -> list[Piece
     at = view.offset
     for start, end, write in rows:
         if start > at:
-            pieces += resolve_region(storage, 0, _run(at, start, view), _run(at, start, view), dtype)
+            pieces += resolve_region(
+                storage, 0, _run(at, start, view), _run(at, start, view), dtype
+            )
         lone = Storage(storage.base, storage.numel, storage.itemsize, [write])
         pieces += resolve_region(lone, 1, write.view, write.view, dtype)
         at = end
@@ -148,16 +152,20 @@ def _is_data(write: Write) -> bool:
 
 
 def _touch(a: Write, b: Write) -> bool:
-    relation = relate(a.view, b.view)
-    if relation is DISJOINT:
-        return False
     if a.mask is not None and b.mask is not None and a.view == b.view:
         return bool((a.mask & b.mask).any())
+    return _views_touch(a.view, b.view)
+
+
+def _views_touch(a: View, b: View) -> bool:
+    relation = relate(a, b)
     if isinstance(relation, Split):
-        return any(
-            relate(a.view, part) is not DISJOINT for part in relation.parts()
-        )
-    return True
+        return any(_views_touch(a, part) for part in relation.parts())
+    if relation is not UNKNOWN or max(a.span()[1], b.span()[1]) > _SMALL:
+        return relation is not DISJOINT
+    marks = torch.zeros(max(a.span()[1], b.span()[1]), dtype=torch.bool)
+    bytes_under(marks, a).fill_(True)
+    return bool(bytes_under(marks, b).any())
 
 
 def _reads(write: Write, storage: Storage) -> bool:
@@ -170,7 +178,9 @@ def _reads(write: Write, storage: Storage) -> bool:
         item = stack.pop()
         if item is storage:
             return True
-        if id(item) in seen or (isinstance(item.base, (FileLeaf, GeneratedLeaf)) and not item.writes):
+        if id(item) in seen or (
+            isinstance(item.base, (FileLeaf, GeneratedLeaf)) and not item.writes
+        ):
             continue
         seen.add(id(item))
         if isinstance(item.base, Operation):

@@ -42,7 +42,11 @@ ResultCache = dict[int, torch.Tensor]
 def strided(flat: torch.Tensor, view: View, dtype: torch.dtype) -> torch.Tensor:
     """``view`` of flat 1-d memory, its bits read as ``dtype``."""
     if flat.dtype != dtype:
-        flat = flat.view(torch.uint8).view(dtype) if flat.itemsize != dtype.itemsize else flat.view(dtype)
+        flat = (
+            flat.view(torch.uint8).view(dtype)
+            if flat.itemsize != dtype.itemsize
+            else flat.view(dtype)
+        )
     return flat.as_strided(view.size, view.stride, int(flat.storage_offset()) + view.offset)
 
 
@@ -152,9 +156,7 @@ def _replay(expr: Replay, fetch: Fetch, cache: ResultCache) -> torch.Tensor:
     return strided(flat, expr.view, expr.dtype)
 
 
-def _replay_base(
-    storage: Storage, flat: torch.Tensor, fetch: Fetch, cache: ResultCache
-) -> None:
+def _replay_base(storage: Storage, flat: torch.Tensor, fetch: Fetch, cache: ResultCache) -> None:
     base = storage.base
     if isinstance(base, Constant):
         flat.view(base.flat.dtype).copy_(base.flat)

@@ -101,18 +101,20 @@ def settle(model: nn.Module, recorder: Recorder) -> None:
         if not isinstance(lazy, LazyTensor) or leaf_names(lazy.lazy_value()):
             continue
         if held.put is None:
-            raise TraceError(f"{held.where} holds a tensor made while loading that cannot be placed")
+            raise TraceError(
+                f"{held.where} holds a tensor made while loading that cannot be placed"
+            )
         real = _numbers(lazy, recorder, memory)
         if isinstance(lazy, nn.Parameter):
-            kept = {k: v for k, v in lazy.__dict__.items() if k not in ("lazy_storage", "_is_param")}
+            kept = {
+                k: v for k, v in lazy.__dict__.items() if k not in ("lazy_storage", "_is_param")
+            }
             real = nn.Parameter(real, requires_grad=lazy.requires_grad)
             real.__dict__.update(kept)
         held.put(real)
 
 
-def _numbers(
-    lazy: LazyTensor, recorder: Recorder, memory: dict[int, torch.Tensor]
-) -> torch.Tensor:
+def _numbers(lazy: LazyTensor, recorder: Recorder, memory: dict[int, torch.Tensor]) -> torch.Tensor:
     """Real memory for a lazy tensor; views of one storage stay views of one memory."""
     from loadkit.tracing.evaluate import strided
     from loadkit.tracing.recorder import read_now

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,6 +23,7 @@ __all__ = ["call", "interesting", "kind_of", "tensors_in"]
 aten = torch.ops.aten
 
 _DYNAMIC = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
 
 class OpKind(NamedTuple):
     """How a call treats its arguments: ``writes`` are positions it writes to.
@@ -83,6 +85,16 @@ def reads_no_memory(func: Any, tree: Any) -> bool:
     if "meta" not in devices:
         return False
     return len(devices) > 1 or bool(_DYNAMIC & set(func.tags))
+
+
+def makes_numbers_on_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call makes numbers out of nothing (``arange``), where they would be lost."""
+    device = kwargs.get("device")
+    return (
+        device is not None
+        and torch.device(device).type == "meta"
+        and next(tensors_in(args), None) is None
+    )
 
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -152,7 +164,9 @@ def view_of(tensor: torch.Tensor) -> View:
 # ---------------------------------------------------------------- views
 
 
-def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: Recorder | None) -> Any:
+def _view(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: Recorder | None
+) -> Any:
     base = args[0]
     if not isinstance(base, LazyTensor):
         return func(*args, **kwargs)
@@ -161,9 +175,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: Re
         return LazyTensor(base.lazy_storage, quick(base.lazy_view, *args[1:], **kwargs), base.dtype)
     shadow = meta_like(base)
     result = func(shadow, *args[1:], **kwargs)
-    return _map_tensors(
-        result, lambda m: LazyTensor(base.lazy_storage, view_of(m), m.dtype)
-    )
+    return _map_tensors(result, lambda m: LazyTensor(base.lazy_storage, view_of(m), m.dtype))
 
 
 def meta_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -247,7 +259,11 @@ _QUICK_VIEWS: dict[Any, Callable[..., View]] = {
 
 
 def _write(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: Recorder | None, kind: OpKind
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    recorder: Recorder | None,
+    kind: OpKind,
 ) -> Any:
     if kind.odd:
         return odd_write(func, args, kwargs, recorder)
@@ -277,9 +293,15 @@ def _write(
 
 
 def _record_copy(
-    target: torch.Tensor, source: torch.Tensor, recorder: Recorder | None,
+    target: torch.Tensor,
+    source: torch.Tensor,
+    recorder: Recorder | None,
     mask: torch.Tensor | None = None,
 ) -> None:
+    if _is_number(source, recorder) and mask is None:
+        number = source.detach().to(target.dtype).reshape(()).item()
+        record(target, Fill(number, target.dtype), recorder)
+        return
     value = as_lazy(source, recorder).lazy_value()
     try:
         wide = value.view.expand(tuple(target.size()))
@@ -290,8 +312,19 @@ def _record_copy(
     record(target, Value(value.storage, value.version, wide, value.dtype), recorder, mask)
 
 
+def _is_number(source: torch.Tensor, recorder: Recorder | None) -> bool:
+    """Whether it is a plain number, and no checkpoint tensor's."""
+    if isinstance(source, LazyTensor) or source.dim() or source.device.type != "cpu":
+        return False
+    return recorder is None or (
+        recorder.tracked(source) is None and recorder.source_of(source) is None
+    )
+
+
 def record(
-    target: torch.Tensor, value: Value | Fill, recorder: Recorder | None,
+    target: torch.Tensor,
+    value: Value | Fill,
+    recorder: Recorder | None,
     mask: torch.Tensor | None = None,
 ) -> None:
     """Append one write to the target's storage.
@@ -340,19 +373,23 @@ def odd_write(
         for t in written
     ):
         return func(*args, **kwargs)
-    if func._schema.name.startswith("aten::_foreach_"):
-        return _each(func, args, kwargs)
-    out = given.get("out")
-    if isinstance(out, torch.Tensor) and kind_of(func).writes == (names.index("out"),):
-        rest = {key: value for key, value in kwargs.items() if key != "out"}
-        result = func.overloadpacket(*args, **rest)
-        if result.size() == out.size():
-            return out.copy_(result)
+    with recorder.watching() if recorder is not None else nullcontext():
+        if func._schema.name.startswith("aten::_foreach_"):
+            return _each(func, args, kwargs)
+        out = given.get("out")
+        if isinstance(out, torch.Tensor) and kind_of(func).writes == (names.index("out"),):
+            rest = {key: value for key, value in kwargs.items() if key != "out"}
+            result = func.overloadpacket(*args, **rest)
+            if result.size() == out.size():
+                return out.copy_(result)
     raise _untraceable(func, (args, kwargs), "it writes to an output argument")
 
 
 def _change_shape(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.Tensor],
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    written: list[torch.Tensor],
     recorder: Recorder | None,
 ) -> Any:
     """``t_``, ``squeeze_``, ``resize_``, ``set_``: plain memory may, a lazy tensor has none."""
@@ -415,9 +452,7 @@ def _plain_index(index: Any, recorder: Recorder | None) -> torch.Tensor | None:
     return realise(index, recorder).reshape(-1)
 
 
-def _positions(
-    index: torch.Tensor, length: int, recorder: Recorder | None
-) -> torch.Tensor | None:
+def _positions(index: torch.Tensor, length: int, recorder: Recorder | None) -> torch.Tensor | None:
     """As ``_plain_index``, for ``x[index]``: a mask becomes the positions where it is true."""
     real = _plain_index(index, recorder)
     if real is None or real.dtype not in (torch.bool, torch.uint8):
@@ -496,14 +531,18 @@ def _masked_fill(
         _record_copy(target, value, recorder, wide)
         return True
     storage = Storage(Fill(value, target.dtype), target.numel(), target.dtype.itemsize)
-    filled = LazyTensor(storage, contiguous(tuple(target.size()), target.dtype.itemsize), target.dtype)
+    filled = LazyTensor(
+        storage, contiguous(tuple(target.size()), target.dtype.itemsize), target.dtype
+    )
     _record_copy(target, filled, recorder, wide)
     return True
 
 
 def _blank_like(target: torch.Tensor) -> LazyTensor:
     storage = Storage(Fill(0, target.dtype), target.numel(), target.dtype.itemsize)
-    return LazyTensor(storage, contiguous(tuple(target.size()), target.dtype.itemsize), target.dtype)
+    return LazyTensor(
+        storage, contiguous(tuple(target.size()), target.dtype.itemsize), target.dtype
+    )
 
 
 _INDEX_WRITES: dict[Any, Callable[..., bool]] = {
@@ -521,7 +560,9 @@ _INDEX_WRITES: dict[Any, Callable[..., bool]] = {
 # ---------------------------------------------------------------- operations
 
 
-def _defer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: Recorder | None) -> Any:
+def _defer(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: Recorder | None
+) -> Any:
     """Record a call whose result is wanted later; or do it now if its shape depends on data."""
     if torch.Tag.nondeterministic_seeded in func.tags:
         raise _untraceable(func, (args, kwargs), "its result is random")
@@ -563,9 +604,25 @@ def _needs_data(func: Any, error: Exception) -> bool:
     return "meta" in text.lower() or "nonzero" in text
 
 
-def _do_now(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: Recorder | None) -> Any:
+def _do_now(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: Recorder | None
+) -> Any:
     real = _map_all((args, kwargs), lambda t: realise(t, recorder))
-    return func(*real[0], **real[1])
+    result = func(*real[0], **real[1])
+    if recorder is not None:
+        names = sorted(_leaf_names_in((args, kwargs)))
+        for tensor in tensors_in(result) if names else ():
+            recorder.note_source(tensor, names[0])
+    return result
+
+
+def _leaf_names_in(tree: Any) -> set[str]:
+    return {
+        name
+        for tensor in tensors_in(tree)
+        if isinstance(tensor, LazyTensor)
+        for name in leaf_names(tensor.lazy_value())
+    }
 
 
 def _map_all(tree: Any, make: Callable[[torch.Tensor], Any]) -> Any:
@@ -598,11 +655,7 @@ def realise(tensor: torch.Tensor, recorder: Recorder | None) -> torch.Tensor:
 
 
 def _untraceable(func: Any, tree: Any, why: str) -> TraceError:
-    names: set[str] = set()
-    for tensor in tensors_in(tree):
-        if isinstance(tensor, LazyTensor):
-            names |= leaf_names(tensor.lazy_value())
-    listed = sorted(names)
+    listed = sorted(_leaf_names_in(tree))
     return TraceError(
         f"{func} cannot be recorded: {why}",
         tensor=listed[0] if listed else None,
@@ -638,7 +691,11 @@ def _clone(recorder: Recorder | None, source: torch.Tensor, *, memory_format: An
 
 
 def _to_copy(
-    recorder: Recorder | None, source: torch.Tensor, *, dtype: Any = None, memory_format: Any = None,
+    recorder: Recorder | None,
+    source: torch.Tensor,
+    *,
+    dtype: Any = None,
+    memory_format: Any = None,
     **_: Any,
 ) -> Any:
     shadow = aten.clone.default(_to_meta(source), memory_format=memory_format)
@@ -668,9 +725,20 @@ def _stack(recorder: Recorder | None, tensors: list[torch.Tensor], dim: int = 0)
 
 def _index(recorder: Recorder | None, source: torch.Tensor, indices: list[Any]) -> Any:
     single = _single_index(source, indices, recorder)
-    if single is None:
+    if single is not None:
+        return _take(recorder, source, *single)
+    if not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
         return NotImplemented
-    return _take(recorder, source, *single)
+    plain: list[Any] = []
+    for index in indices:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            plain.append(index)
+            continue
+        covered = tuple(source.size())[len(plain) : len(plain) + index.dim()]
+        if tuple(index.size()) != covered:
+            raise IndexError(f"a mask of size {list(index.size())} for a size {list(covered)}")
+        plain += realise(index, recorder).nonzero().unbind(1)
+    return _defer(aten.index.Tensor, (source, plain), {}, recorder)
 
 
 def _index_select(recorder: Recorder | None, source: torch.Tensor, dim: int, index: Any) -> Any:
@@ -684,6 +752,18 @@ def _take(recorder: Recorder | None, source: torch.Tensor, dim: int, index: torc
     out = scratch(tuple(size), source.dtype, Unwritten("a selection"))
     for first, at, count in _index_runs(index, source.size(dim)):
         _record_copy(out.narrow(dim, at, count), source.narrow(dim, first, count), recorder)
+    return out
+
+
+def _repeat(recorder: Recorder | None, source: torch.Tensor, repeats: list[int]) -> Any:
+    if any(n <= 0 for n in repeats):
+        return NotImplemented
+    size = (1,) * (len(repeats) - source.dim()) + tuple(source.size())
+    whole = tuple(r * n for r, n in zip(repeats, size, strict=True))
+    out = scratch(whole, source.dtype, Unwritten("a repetition"))
+    apart = tuple(x for pair in zip(repeats, size, strict=True) for x in pair)
+    shape = tuple(x for n in size for x in (1, n))
+    _record_copy(out.view(apart), as_lazy(source, recorder).reshape(shape), recorder)
     return out
 
 
@@ -712,6 +792,7 @@ _LOWERED: dict[Any, Callable[..., Any]] = {
     aten.index.Tensor: _index,
     aten.index_select.default: _index_select,
     aten.constant_pad_nd.default: _pad,
+    aten.repeat.default: _repeat,
 }
 
 # position of the fill value among the arguments; None: nothing is written

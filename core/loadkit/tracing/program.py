@@ -258,8 +258,14 @@ def _from_operation(
             yield _redimension(place, relation.size), _as_dtype(_pushed(op, relation), dtype)
             return
     call = Call(
-        op.func, _whole(op.args), _whole(op.kwargs), op.output, op.view.size, op.dtype,
-        pointwise=False, origin=op,
+        op.func,
+        _whole(op.args),
+        _whole(op.kwargs),
+        op.output,
+        op.view.size,
+        op.dtype,
+        pointwise=False,
+        origin=op,
     )
     yield place, Part(call, region, dtype)
 
@@ -417,7 +423,9 @@ def _replay_base(storage: Storage) -> Iterator[Expr]:
     if isinstance(base, (FileLeaf, GeneratedLeaf)):
         yield Src(base, contiguous(base.size, base.dtype.itemsize), base.dtype)
     elif isinstance(base, Operation):
-        yield resolve(Value(Storage(base, storage.numel, storage.itemsize), 0, base.view, base.dtype))
+        yield resolve(
+            Value(Storage(base, storage.numel, storage.itemsize), 0, base.view, base.dtype)
+        )
     elif isinstance(base, Constant):
         yield Const(base.flat, base.source)
 
@@ -450,7 +458,7 @@ def sources_of(expr: Expr) -> Iterator[Src | Const]:
 
 
 def exactness(expr: Expr) -> str:
-    """"exact": only the region is read; "whole": more had to be; "opaque": data came real."""
+    """ "exact": only the region is read; "whole": more had to be; "opaque": data came real."""
     word = "exact"
     for item in walk(expr):
         if isinstance(item, Const) and item.source is not None:

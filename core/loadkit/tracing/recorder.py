@@ -331,9 +331,7 @@ class Recorder:
 
     def make_scratch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A buffer made while loading: lazy, so that no later read of it can miss a write."""
-        meta = func(
-            *operations._map_all(args, operations._to_meta), **{**kwargs, "device": "meta"}
-        )
+        meta = func(*operations._map_all(args, operations._to_meta), **{**kwargs, "device": "meta"})
         number = _fill_of(func, args, kwargs)
         base: Fill | Unwritten = (
             Unwritten("a scratch buffer") if number is None else Fill(number, meta.dtype)
@@ -438,7 +436,9 @@ def fetch_from_files(src: Src) -> torch.Tensor:
     if not data:
         return torch.empty(src.size, dtype=src.dtype)
     flat = torch.frombuffer(data, dtype=torch.uint8).view(src.dtype)
-    return flat.as_strided(src.view.size, src.view.stride, src.view.offset - low // src.view.itemsize)
+    return flat.as_strided(
+        src.view.size, src.view.stride, src.view.offset - low // src.view.itemsize
+    )
 
 
 class _DispatchMode(TorchDispatchMode):
@@ -454,7 +454,11 @@ class _DispatchMode(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         recorder = self.recorder
@@ -518,7 +522,11 @@ class _FunctionMode(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func in _WATCHED and _active is self.recorder:
             if func == _SET_DATA:
@@ -546,9 +554,7 @@ class _FunctionMode(TorchFunctionMode):
         with recorder.lock:
             home = operations.meta_like(value)  # another name of the value's own memory
             kept = home.untyped_storage()
-            storage = (
-                value.lazy_storage if isinstance(value, LazyTensor) else recorder.track(value)
-            )
+            storage = value.lazy_storage if isinstance(value, LazyTensor) else recorder.track(value)
             recorder._homes.append(kept)
             recorder._storages[kept._cdata] = storage
             if target.device.type == "meta":

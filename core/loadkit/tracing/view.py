@@ -28,9 +28,7 @@ class View(NamedTuple):
         """First byte, and the byte after the last one, that the view touches."""
         if 0 in self.size:
             return self.offset * self.itemsize, self.offset * self.itemsize
-        last = self.offset + sum(
-            (n - 1) * s for n, s in zip(self.size, self.stride, strict=True)
-        )
+        last = self.offset + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
         return self.offset * self.itemsize, (last + 1) * self.itemsize
 
     def narrow(self, dim: int, start: int, length: int) -> View:
@@ -93,7 +91,8 @@ class View(NamedTuple):
         A view of the same *set* of elements; the order of elements is not kept.
         """
         dims = sorted(
-            ((s, n) for n, s in zip(self.size, self.stride, strict=True) if n != 1 and s), reverse=True
+            ((s, n) for n, s in zip(self.size, self.stride, strict=True) if n != 1 and s),
+            reverse=True,
         )
         run = 1
         while dims and dims[-1][0] == run:
@@ -297,9 +296,7 @@ def _compare(
         }
         cuts = tuple(sorted(e for e in edges if 0 < e < n))
         return Split(view, outermost, cuts) if cuts else UNKNOWN
-    dims = tuple(
-        (None, 0) if i is None else (frame.dims[i], step) for i, step in placed
-    )
+    dims = tuple((None, 0) if i is None else (frame.dims[i], step) for i, step in placed)
     starts = tuple(
         (dim, first - low)
         for dim, first, low in zip(frame.dims, at, frame.low, strict=True)
