@@ -50,7 +50,7 @@ bench: setup  ## the benchmarks, as ratios of one run (ARGS="--small" for CI's s
 docs: setup  ## the pages, into site/; a broken link or name fails
 	$(PY) -m zensical build --strict
 
-demo: setup  ## plan and load MiniLM, and compare it with the stored oracle
+demo: setup  ## plan and load MiniLM and SmolLM2, and compare with stored oracles
 	$(PY) scripts/demo.py $(ARGS)
 
 clean:  ## remove what builds and tests left (not .venv)
