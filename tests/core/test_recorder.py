@@ -1,4 +1,4 @@
-"""What loader code may do, by name: the whole line gives what the same code gives on real tensors."""
+"""What loader code may do, by name: the line gives what the same code gives on real tensors."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def writes_with_grad_enabled(p: Tensor, w: Tensor) -> None:
 
 @case()
 def state_dict(model: nn.Module, weights: Weights) -> None:
-    model.load_state_dict({"p": w for _, w in weights})
+    model.load_state_dict(dict.fromkeys(["p"], next(iter(weights))[1]))
 
 
 @case_p()

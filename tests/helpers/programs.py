@@ -386,7 +386,7 @@ def _places(env: Env) -> list[Tensor]:
 
 
 def step(seed: int, env: Env, *, plain: bool = False) -> Any:
-    """One step; ``plain``: views and copies only; below 0: fill a parameter. Returns what it saw."""
+    """One step; ``plain``: views and copies only; below 0: fill a parameter."""
     rng = Rng(seed)
     if seed < 0:
         _copy(rng, env.params[-seed % len(env.params)].data, env.pool[-seed % len(env.pool)])

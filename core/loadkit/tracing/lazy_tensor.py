@@ -98,7 +98,8 @@ def _refuse(func: Any, args: tuple[Any, ...]) -> NoReturn:
     first = next((a for a in args if isinstance(a, LazyTensor)), None)
     tensors = sorted(leaf_names(first.lazy_value())) if first is not None else []
     raise TraceError(
-        f"{name} was asked of a tensor that is not in memory yet ({', '.join(tensors) or 'scratch'})",
+        f"{name} was asked of a tensor that is not in memory yet "
+        f"({', '.join(tensors) or 'scratch'})",
         tensor=tensors[0] if tensors else None,
         detail={"tensors": tensors},
         hint="the tensors concerned are loaded again with real data",

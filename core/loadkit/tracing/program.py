@@ -458,7 +458,7 @@ def sources_of(expr: Expr) -> Iterator[Src | Const]:
 
 
 def exactness(expr: Expr) -> str:
-    """ "exact": only the region is read; "whole": more had to be; "opaque": data came real."""
+    """One word: exact, only the region is read; whole, more is; opaque, data came real."""
     word = "exact"
     for item in walk(expr):
         if isinstance(item, Const) and item.source is not None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -106,7 +106,7 @@ class Recorder:
 
     # ------------------------------------------------------------ scope
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> Self:
         global _active
         _one_at_a_time.acquire()
         self._stack.callback(_one_at_a_time.release)
@@ -257,7 +257,11 @@ class Recorder:
     def is_changed(self, tensor: torch.Tensor) -> bool:
         """Whether recorded writes changed what this plain tensor holds."""
         storage = self._storages.get(tensor.untyped_storage()._cdata)
-        return storage is not None and (bool(storage.writes) or storage.scratch)
+        if storage is None:
+            return False
+        if storage.writes or storage.scratch:
+            return True
+        return tensor.device.type == "meta" and not isinstance(storage.base, Unwritten)
 
     def observe(
         self,
@@ -567,9 +571,10 @@ class _FunctionMode(TorchFunctionMode):
     def _refuse_if_changed(self, func: Any, tensor: Any) -> None:
         if not isinstance(tensor, torch.Tensor):
             return
-        if not self.recorder.is_changed(tensor) and not (
-            tensor.device.type == "meta" and func in _ADDRESSES
-        ):
+        on_meta = tensor.device.type == "meta"
+        if func is torch.Tensor.untyped_storage and on_meta:
+            return  # it has no bytes to lie about
+        if not self.recorder.is_changed(tensor) and not (on_meta and func in _ADDRESSES):
             return
         storage = self.recorder.track(tensor)
         value = Value(storage, len(storage.writes), _all_of(storage), tensor.dtype)
@@ -585,17 +590,16 @@ def _off_meta(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of a call that would make numbers on meta, where they are lost: on the CPU."""
-    if func in _INDEXING:
-        if args[0].device.type == "meta":
-            args = (args[0], _index_off_meta(args[1]), *args[2:])
-    elif func is torch.Tensor.new_tensor:
-        if args[0].device.type == "meta":
-            kwargs = {"device": "cpu", **kwargs}
+    on_meta = bool(args) and isinstance(args[0], torch.Tensor) and args[0].device.type == "meta"
+    if func in _INDEXING and on_meta:
+        args = (args[0], _index_off_meta(args[1]), *args[2:])
+    elif func is torch.Tensor.new_tensor and on_meta:
+        kwargs = {"device": "cpu", **kwargs}
     device = kwargs.get("device")
     data = kwargs.get("data", args[-1] if args else None)
-    if device is not None and torch.device(device).type == "meta":
-        if not isinstance(data, torch.Tensor):
-            kwargs = {**kwargs, "device": "cpu"}
+    wanted = device is not None and torch.device(device).type == "meta"
+    if wanted and not isinstance(data, torch.Tensor):
+        kwargs = {**kwargs, "device": "cpu"}
     return args, kwargs
 
 
@@ -631,7 +635,7 @@ _WATCHED = {
     torch.Tensor.storage,
     torch.Tensor.__array__,
     torch.Tensor.__dlpack__,
-    torch.Tensor.__reduce_ex__,
+    torch.Tensor.untyped_storage,
     *_ADDRESSES,
     *_CLONES,
     *_MAKES_NUMBERS,
