@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import dense as dense_variants
-from benchmarks import generate
+from benchmarks import generate, gguf_decode
 from benchmarks.harness import Benchmark, Figures, Variant, machine, run_benchmark, table
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -62,10 +62,34 @@ def plan(small: bool, cold: bool) -> Benchmark:
     )
 
 
+def gguf_types(small: bool, cold: bool) -> Benchmark:
+    """Every quantised ggml type: millions of elements per second; the ratio is of all together."""
+    variants = gguf_decode.decode_variants(1 << 21 if small else 1 << 22)
+    return Benchmark(
+        "gguf-decode", variants, base="gguf-py", columns=("seconds", *gguf_decode.TYPES)
+    )
+
+
+def gguf_header(small: bool, cold: bool) -> Benchmark:
+    """A GGUF header with a great vocabulary."""
+    generate.CACHE.mkdir(parents=True, exist_ok=True)
+    tokens = 20_000 if small else 150_000
+    path = gguf_decode.write_header(generate.CACHE / f"vocabulary-{tokens}.gguf", tokens)
+    return Benchmark(
+        "gguf-header",
+        gguf_decode.header_variants(path),
+        base="gguf-py",
+        files=[path],
+        columns=("cpu_s", "returned_s", "anon_mib", "tensors"),
+    )
+
+
 BENCHMARKS: dict[str, Callable[[bool, bool], Benchmark]] = {
     "dense": dense,
     "trace": trace,
     "plan": plan,
+    "gguf-decode": gguf_types,
+    "gguf-header": gguf_header,
 }
 
 
