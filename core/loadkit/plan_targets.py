@@ -56,6 +56,9 @@ if TYPE_CHECKING:
 __all__ = ["Costs", "TargetFinder", "is_repacked"]
 
 
+_MISFITS = {"UNEXPECTED": "UNEXPECTED_TENSOR", "SHAPE": "SHAPE_MISMATCH"}  # kind -> code
+
+
 class Costs(NamedTuple):
     """Bytes: of needed elements, to read, mapped of it, of parameters, of memory at most."""
 
@@ -194,7 +197,7 @@ class TargetFinder:
             missing_in(view, expr, untouched=self._is_untouched(target, expr))
             for view, expr in target.pieces
         )
-        reads_nothing = unwritten([p for p in target.pieces if not isinstance(p[1], Missing)])
+        reads_nothing = unwritten(target.pieces)
         name = target.names[0]
         if reads_nothing:
             self._problem(
@@ -317,7 +320,7 @@ class TargetFinder:
             if misfit.kind == "SKIPPED":
                 self._skip(misfit.name, misfit.message)
                 continue
-            code = "UNEXPECTED_TENSOR" if misfit.kind == "UNEXPECTED" else "SHAPE_MISMATCH"
+            code = _MISFITS.get(misfit.kind, misfit.kind)
             problem = Problem(code, misfit.message, misfit.name, misfit.target, hint=misfit.hint)
             if code == "UNEXPECTED_TENSOR" and not self.job.strict:
                 self.notes.append(problem)

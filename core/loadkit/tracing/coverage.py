@@ -22,6 +22,7 @@ from loadkit.tracing.program import (
 )
 from loadkit.tracing.replay import bytes_under, holes
 from loadkit.tracing.storage import (
+    PARAMETER,
     FileLeaf,
     Fill,
     GeneratedLeaf,
@@ -205,7 +206,7 @@ def reads_own_memory(storage: Storage, expr: Expr) -> bool:
 
 def missing_in(view: View, expr: Expr, *, untouched: bool = False) -> int:
     """How many elements of a piece nothing wrote."""
-    if untouched or isinstance(expr, Missing):
+    if untouched or (isinstance(expr, Missing) and expr.what == PARAMETER):
         return view.numel
     return holes(expr.storage, expr.version, expr.view) if isinstance(expr, Replay) else 0
 
@@ -218,6 +219,8 @@ def unwritten(pieces: list[Piece]) -> int:
 def _reads_nothing(expr: Expr) -> bool:
     if isinstance(expr, (Filled, Src)):
         return False
+    if isinstance(expr, Missing):
+        return expr.what != PARAMETER  # a copy of a buffer's elements that nothing wrote
     if isinstance(expr, Replay):
         return any(isinstance(item, Missing) for part in replayed(expr) for item in walk(part))
     return any(isinstance(item, Missing) for item in walk(expr))
@@ -237,6 +240,6 @@ def moved_home(
     """The pieces of a view in a storage of its own, that is no larger than it need be."""
     first = view.offset
     low, high = view.span()
-    storage = Storage(Unwritten("a parameter"), (high - low) // view.itemsize, view.itemsize)
+    storage = Storage(Unwritten(PARAMETER), (high - low) // view.itemsize, view.itemsize)
     moved = [(at._replace(offset=at.offset - first), expr) for at, expr in pieces]
     return storage, view._replace(offset=0), moved

@@ -182,7 +182,7 @@ def resolve_region(
         if isinstance(relation, Split) and write.mask is None:
             work.extend(_cut(relation, place, below))
         elif isinstance(relation, Inside) and write.mask is None:
-            yield _redimension(place, relation.size), _written(write, relation, dtype)
+            yield from _written(write, relation, _redimension(place, relation.size), dtype)
         else:
             yield place, Replay(storage, version, region, dtype)
 
@@ -199,15 +199,17 @@ def _cut(split: Split, place: View, depth: int) -> Iterator[tuple[View, View, in
         )
 
 
-def _written(write: Write, where: Inside, dtype: torch.dtype) -> Expr:
-    """What a write put into a part of its view, read as ``dtype``."""
-    if isinstance(write.value, Fill):
-        expr: Expr = Filled(write.value.value, where.size, write.dtype)
-    else:
-        value = write.value
-        sub = where.apply(value.view.expand(write.view.size))
-        expr = resolve(Value(value.storage, value.version, sub, value.dtype))
-    return _as_dtype(_cast(expr, write.dtype), dtype)
+def _written(
+    write: Write, where: Inside, place: View, dtype: torch.dtype
+) -> Iterator[tuple[View, Expr]]:
+    """What a write put into a part of its view, read as ``dtype``, piece by piece."""
+    value = write.value
+    if isinstance(value, Fill):
+        yield place, _as_dtype(Filled(value.value, where.size, write.dtype), dtype)
+        return
+    sub = where.apply(value.view.expand(write.view.size))
+    for at, expr in resolve_region(value.storage, value.version, sub, place, value.dtype):
+        yield at, _as_dtype(_cast(expr, write.dtype), dtype)
 
 
 def _from_base(

@@ -26,6 +26,7 @@ from loadkit.tracing.lazy_tensor import LazyTensor, leaf_names
 from loadkit.tracing.misfit import set_sink
 from loadkit.tracing.program import Src, resolve, sources_of
 from loadkit.tracing.storage import (
+    PARAMETER,
     Constant,
     FileLeaf,
     Fill,
@@ -409,7 +410,7 @@ def storage_of_plain(tensor: torch.Tensor) -> Storage:
     size = tensor.dtype.itemsize
     numel = kept.nbytes() // size
     if tensor.device.type == "meta":
-        return Storage(Unwritten("a parameter"), numel, size, keep=kept)
+        return Storage(Unwritten(PARAMETER), numel, size, keep=kept)
     with torch.no_grad():
         flat = tensor.detach().as_strided((numel,), (1,), 0)
     return Storage(Constant(flat), numel, size, keep=kept, real=flat)

@@ -19,6 +19,7 @@ from loadkit.tensor_info import TensorInfo, torch_dtype
 from loadkit.tracing.view import View, contiguous
 
 __all__ = [
+    "PARAMETER",
     "Base",
     "Constant",
     "FileLeaf",
@@ -78,6 +79,9 @@ class Fill:
 
     value: Any
     dtype: torch.dtype
+
+
+PARAMETER = "a parameter"  # what unwritten memory on meta is called
 
 
 @dataclass(frozen=True, slots=True)
