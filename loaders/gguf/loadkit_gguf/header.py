@@ -32,6 +32,7 @@ __all__ = [
     "MAX_KEYS",
     "MAX_KEY_BYTES",
     "MAX_STRINGS",
+    "MAX_TENSORS",
     "GGUFHeader",
     "GGUFTensor",
     "StringArray",
@@ -42,6 +43,7 @@ log = logging.getLogger("loadkit")
 
 MAX_KEYS = 100_000
 MAX_KEY_BYTES = 65_535
+MAX_TENSORS = 250_000  # of one file; experts are one tensor, so models have a few thousand
 MAX_ALIGNMENT = 1 << 20
 VERSIONS = (2, 3)
 
@@ -136,7 +138,7 @@ def _start(window: Window) -> tuple[int, int, int]:
     tensors, keys = window.u64("the number of tensors"), window.u64("the number of keys")
     for what, count, least, most, at in (
         ("keys", keys, _SMALLEST_KEY, MAX_KEYS, 16),
-        ("tensors", tensors, _SMALLEST_TENSOR, 1_000_000, 8),
+        ("tensors", tensors, _SMALLEST_TENSOR, MAX_TENSORS, 8),
     ):
         room = window.left // least
         if count > min(room, most):
@@ -161,7 +163,7 @@ def _keys(window: Window, count: int) -> tuple[dict[str, Any], dict[str, tuple[i
             window.fail("E_KEY", "a key is empty", at)
         if key in metadata:
             window.fail("E_KEY", f"key {show(key)} is there twice", at)
-        kind = window.u32(f"the type of key {show(key)}")
+        kind = window.u32("a key's type")
         kinds[key] = kind, at
         metadata[key] = _value(window, key, kind)
     return metadata, kinds

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from loadkit.base_loader import BaseModelLoader
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from loadkit.config import LoadConfig
+    from loadkit.quantization import QuantizationConfig
     from loadkit.sources.base import File, Source
     from loadkit.tokenization import Tokenizer
     from loadkit_gguf.tensor_entries import GGUFTensor
@@ -46,13 +48,18 @@ class HeaderSummary(NamedTuple):
 
 
 class GGUFModelLoader(BaseModelLoader):
-    """Config, tokenizer and tensors from GGUF files; quantised blocks are decoded as they land.
+    """Config, tokenizer and tensors from GGUF files.
+
+    Quantised blocks are decoded as they land, or stay packed with ``quantization="gguf"``.
 
     Names become Hugging Face's, and numbers what Hugging Face stores, by the model class's
     ``gguf_mapper`` or else by that of the file's architecture.
     """
 
     options: ClassVar[Mapping[str, OptionSpec]] = {}
+    load_options: ClassVar[frozenset[str]] = frozenset(
+        {"allow_patterns_overrides", "gguf_misaligned", "ignore_patterns"}
+    )
 
     _parts: list[GGUFHeader] | None = None
 
@@ -107,6 +114,26 @@ class GGUFModelLoader(BaseModelLoader):
         """Choose the files and read their headers, so that what is missing is known first."""
         self._read_parts()
 
+    def get_quant_config(self, model_config: ModelConfig) -> QuantizationConfig | None:
+        """None, unless one was asked for: numbers are decoded, whatever a config.json says of them.
+
+        Raises:
+            OptionError: ``quantization="gguf"``, and the dtype is none that blocks decode to.
+        """
+        if model_config.quantization is None:
+            return None
+        if model_config.quantization != "gguf":
+            return super().get_quant_config(model_config)
+        from loadkit.quantization import check_act_dtype
+        from loadkit_gguf.packed_table import PackedTable
+        from loadkit_gguf.quantization import GGUFConfig
+
+        check_act_dtype(GGUFConfig, model_config)
+        tensors = [tensor for part in self._read_parts() for tensor in part.tensors]
+        mapper = self._mapper(self.model_class)
+        table = PackedTable.of(tensors, mapper, self.model_class, model_config.hf_text_config)
+        return GGUFConfig(table, misaligned=self.load_config.gguf_misaligned)
+
     def catalogue(self, model_config: ModelConfig) -> Iterator[Named]:
         """Every tensor under its GGUF name, in file order; quantised ones are lazy float32.
 
@@ -114,9 +141,13 @@ class GGUFModelLoader(BaseModelLoader):
             FormatError: a header breaks a rule, a part is missing (E_SPLIT), or nothing decodes a
                 tensor's type (E_DTYPE).
         """
+        yield from self._offered(frozenset())
+
+    def _offered(self, packed: Collection[str]) -> Iterator[Named]:
+        """The catalogue; those in ``packed`` are the bytes of their rows, as the file has them."""
         for part in self._read_parts():
             for tensor in part.tensors:
-                yield tensor.name, _lazy(tensor)
+                yield tensor.name, _rows(tensor) if tensor.name in packed else _lazy(tensor)
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         """Give the model every tensor under its Hugging Face name, with Hugging Face's numbers.
@@ -126,7 +157,7 @@ class GGUFModelLoader(BaseModelLoader):
         """
         mapper = self._mapper(type(model))
         offered: list[Named] = []
-        for name, tensor in self.catalogue(model_config):
+        for name, tensor in self._offered(self._packed(model, model_config)):
             if mapper.map_name(name) is None:
                 self.skipped_tensors[name] = _reason(mapper, name)
             else:
@@ -146,6 +177,15 @@ class GGUFModelLoader(BaseModelLoader):
         else:
             weights = recorder.observe(offered, then=as_hugging_face_has_it)
         model.load_weights(weights)  # type: ignore[operator]  # every model has it
+
+    def _packed(self, model: nn.Module, model_config: ModelConfig) -> Collection[str]:
+        """The tensors that the model takes as bytes."""
+        if model_config.quantization != "gguf":
+            return frozenset()
+        from loadkit_gguf.quantization import packed_tensors, report_misaligned
+
+        report_misaligned(model, model_config.hf_text_config)
+        return packed_tensors(model)
 
     def _mapper(self, model_class: type[nn.Module]) -> GGUFMapper:
         """The model class's own mapper, or the architecture's."""
@@ -196,6 +236,12 @@ def _lazy(tensor: GGUFTensor) -> torch.Tensor:
             offset=tensor.offset,
         )
     return encoded_lazy(tensor.info(), encoding, tensor.shape)
+
+
+def _rows(tensor: GGUFTensor) -> torch.Tensor:
+    """A tensor's rows as bytes, not read yet: uint8 [..., bytes of a row]."""
+    row = tensor.shape[-1] // tensor.kind.block * tensor.kind.block_bytes
+    return lazy_from_info(replace(tensor.info(), dtype="U8", shape=(*tensor.shape[:-1], row)))
 
 
 def _transformed(

@@ -80,12 +80,12 @@ def read_tensors(window: Window, count: int, alignment: int) -> tuple[tuple[GGUF
         if name in names:
             window.fail("E_DUPLICATE", f"there are two tensors {show(name)}", at, tensor=name)
         names.add(name)
-        dims = window.u32(f"the entry of tensor {show(name)}")
+        dims = window.u32("a tensor's entry")
         if dims > MAX_DIMS:
             message = f"tensor {show(name)} has {dims} dims; the limit is {MAX_DIMS}"
             window.fail("E_SHAPE", message, at, tensor=name)
         form = _ENTRY[dims]
-        start = window.need(form.size, "E_HEADER", f"the entry of tensor {show(name)}")
+        start = window.need(form.size, "E_HEADER", "a tensor's entry")
         *shape, kind, offset = form.unpack_from(window.data, start)
         window.pos += form.size
         shape.reverse()
@@ -123,17 +123,19 @@ def _size(
     kind = GGML_TYPES.get(number)
     if kind is None:
         _unknown_type(window, at, name, number)
-    what = f"tensor {show(name)} of {kind.name} {list(shape)}"
-    if shape and max(shape) > MAX_DIM:
-        window.fail("E_SHAPE", f"{what}: the limit of a dim is {MAX_DIM}", at, tensor=name)
     row = shape[-1] if shape else 1
-    if row % kind.block:
-        message = f"{what}: its rows are no whole number of blocks of {kind.block}"
-        window.fail("E_SHAPE", message, at, tensor=name, detail={"block": kind.block})
     nbytes = math.prod(shape) // kind.block * kind.block_bytes
-    if nbytes > MAX_BYTES:
-        window.fail("E_SHAPE", f"{what} would take {nbytes} bytes", at, tensor=name)
-    return kind, nbytes
+    if shape and max(shape) > MAX_DIM:
+        problem = f"the limit of a dim is {MAX_DIM}"
+    elif row % kind.block:
+        problem = f"its rows are no whole number of blocks of {kind.block}"
+    elif nbytes > MAX_BYTES:
+        problem = f"it would take {nbytes} bytes"
+    else:
+        return kind, nbytes
+    what = f"tensor {show(name)} of {kind.name} {list(shape)}"
+    detail = {"shape": list(shape), "block": kind.block}
+    return window.fail("E_SHAPE", f"{what}: {problem}", at, tensor=name, detail=detail)
 
 
 def _unknown_type(window: Window, at: int, name: str, number: int) -> NoReturn:
