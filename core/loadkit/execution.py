@@ -24,6 +24,8 @@ from loadkit.tracing.view import View
 __all__ = ["CHUNK", "Moves", "Target", "chunks", "fetch_strips", "moves_of", "read_cost"]
 
 CHUNK = 8 << 20  # bytes of a target that are computed at once
+FEW_STRIPS = 16
+SMALL_STRIP = 16 << 10  # bytes; a strip costs about as much as copying these
 
 
 @dataclass(eq=False)
@@ -78,6 +80,8 @@ def moves_of(target: Target, *, direct: bool, alias: bool) -> Moves:
         found = None
         if direct and isinstance(expr, Src) and isinstance(expr.leaf, FileLeaf):
             found = pair(expr.view, view)
+            if found is not None and _is_crumbs(found):
+                found = None
             if found is not None:
                 strips += [(expr.leaf, strip) for strip in found]
         if found is None:
@@ -86,6 +90,12 @@ def moves_of(target: Target, *, direct: bool, alias: bool) -> Moves:
     if alias and target.may_alias and not fills and not computed:
         place = _one_run(target, strips)
     return Moves(place, [] if place else strips, fills, computed)
+
+
+def _is_crumbs(strips: list[Strip]) -> bool:
+    """Whether one strided copy in memory is cheaper than so many small strips."""
+    nbytes = sum(strip.rows * strip.row_bytes for strip in strips)
+    return len(strips) > FEW_STRIPS and nbytes < len(strips) * SMALL_STRIP
 
 
 def _one_run(

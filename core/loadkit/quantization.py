@@ -26,6 +26,7 @@ __all__ = [
     "LinearMethodBase",
     "QuantizationConfig",
     "QuantizeMethodBase",
+    "check_act_dtype",
     "configure_quant_config",
     "get_quant_config",
     "get_quantization_config",
@@ -114,7 +115,7 @@ def get_quant_config(
             f"{type(error).__name__}: {printable(error)}",
             file=file,
         ) from error
-    _check_dtype(cls, model_config)
+    check_act_dtype(cls, model_config)
     return config
 
 
@@ -189,8 +190,12 @@ def _config_class(
         raise ConfigFileError(f"{file}: {error}", file=file) from error
 
 
-def _check_dtype(cls: type[QuantizationConfig], model_config: ModelConfig) -> None:
-    """Refuse a model dtype that the method does not compute in."""
+def check_act_dtype(cls: type[QuantizationConfig], model_config: ModelConfig) -> None:
+    """Refuse a model dtype that the method does not compute in.
+
+    Raises:
+        OptionError: it is none of ``cls.get_supported_act_dtypes()``.
+    """
     if model_config.dtype_name == "auto":
         return
     good = cls.get_supported_act_dtypes()

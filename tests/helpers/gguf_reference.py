@@ -16,7 +16,7 @@ from helpers.gguf_metadata import read_metadata
 from loadkit.sources.local_file import LocalFile
 from loadkit_gguf.header import read_gguf_header
 
-__all__ = ["reference", "shard"]
+__all__ = ["hf_name", "reference", "shard"]
 
 _PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _LAYER = {
@@ -52,7 +52,7 @@ def reference(path: Path) -> dict[str, torch.Tensor]:
         else:
             rows = raw.reshape(*tensor.shape[:-1], -1)
             values = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[tensor.dtype])
-        name = _name(tensor.name, architecture)
+        name = hf_name(tensor.name, architecture)
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             heads = keys[f"llama.attention.head_count{'_kv' if 'k_proj' in name else ''}"]
             pairs = values.reshape(heads, len(values) // heads // 2, 2, *values.shape[1:])
@@ -64,7 +64,8 @@ def reference(path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def _name(name: str, architecture: str) -> str:
+def hf_name(name: str, architecture: str) -> str:
+    """A tensor's Hugging Face name."""
     first, *rest = name.split(".")
     if first == "blk":
         layer, own, kind = rest

@@ -1,0 +1,141 @@
+"""Which tensors of a file may stay packed, and which module of the model each is the weight of.
+
+N rows, K columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from loadkit.mapper import WeightsMapper
+from loadkit.packed_modules import invert_packed
+from loadkit_gguf.packed_rows import is_blocks, row_unit
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from loadkit_gguf.names import GGUFMapper
+    from loadkit_gguf.tensor_entries import GGUFTensor
+    from loadkit_layers.sharding import Shard
+
+__all__ = ["PackedTable", "StoredTensor"]
+
+_WEIGHT = ".weight"
+
+
+class StoredTensor(NamedTuple):
+    """A matrix of the file: its name there, its ggml type, its shape [N, K] in elements."""
+
+    name: str
+    kind: str
+    shape: tuple[int, int]
+
+
+class PackedTable:
+    """Module -> shard id -> the tensor that is this shard of the module's weight.
+
+    The shard id is None for a tensor that is the whole weight, a tuple for several shards that are
+    one tensor in the file.
+    """
+
+    def __init__(self, modules: Mapping[str, Mapping[Any, StoredTensor]]) -> None:
+        self._modules = modules
+
+    @classmethod
+    def of(
+        cls,
+        tensors: Iterable[GGUFTensor],
+        mapper: GGUFMapper,
+        model_class: type[nn.Module],
+        hf_config: Any,
+    ) -> PackedTable:
+        """The table of a file for a model class.
+
+        Left out are tensors that are no matrix, those of a type that is not kept packed, and those
+        that ``mapper.transform`` does more to than change the order of their rows.
+        """
+        to_model = getattr(model_class, "hf_to_loadkit_mapper", None)
+        modules: dict[str, dict[Any, StoredTensor]] = {}
+        for tensor in tensors:
+            if len(tensor.shape) != 2 or row_unit(tensor.dtype) is None:
+                continue
+            hf_name = mapper.map_name(tensor.name)
+            if hf_name is None or not _moves_rows(mapper, hf_name, tensor.shape[0], hf_config):
+                continue
+            path, shard_id = hf_name, None
+            if isinstance(to_model, WeightsMapper):
+                mapped = to_model.map_name(hf_name)
+                if mapped is None:
+                    continue
+                path, shard_id = mapped
+            if path.endswith(_WEIGHT):
+                shape = tensor.shape[0], tensor.shape[1]
+                stored = StoredTensor(tensor.name, tensor.dtype, shape)
+                modules.setdefault(path.removesuffix(_WEIGHT), {})[shard_id] = stored
+        return cls(modules)
+
+    def shards(
+        self, module: str, shards: Sequence[Shard], fusions: Mapping[str, Sequence[str]]
+    ) -> list[StoredTensor] | None:
+        """The tensor of every shard of a module's weight; None if not all can stay packed.
+
+        Args:
+            module: its dotted name.
+            shards: of its weight, in order.
+            fusions: fused module -> its parts, where the mapper does not say so itself.
+        """
+        entries = self._entries(module, fusions)
+        found = []
+        for shard in shards:
+            tensor = next((t for key, t in entries.items() if _holds(key, shard)), None)
+            if tensor is None:
+                return None
+            found.append(tensor)
+        return found if any(is_blocks(tensor.kind) for tensor in found) else None
+
+    def whole(self, module: str) -> StoredTensor | None:
+        """The one tensor of blocks that is a module's weight, or None."""
+        tensor = self._modules.get(module, {}).get(None)
+        return tensor if tensor is not None and is_blocks(tensor.kind) else None
+
+    def _entries(
+        self, module: str, fusions: Mapping[str, Sequence[str]]
+    ) -> Mapping[Any, StoredTensor]:
+        entries = self._modules.get(module)
+        if entries is not None:
+            return entries
+        stem, _, last = module.rpartition(".")
+        found: dict[Any, StoredTensor] = {}
+        for part, places in invert_packed(fusions).items():
+            for fused, shard_id in places:
+                path = f"{stem}.{part}" if stem else part
+                tensor = self._modules.get(path, {}).get(None) if fused == last else None
+                if tensor is not None:
+                    found[shard_id] = tensor
+        return found
+
+
+def _holds(key: Any, shard: Shard) -> bool:
+    """Whether a tensor with this shard id has a shard in it."""
+    return key is None or key == shard.id or (isinstance(key, tuple) and shard.id in key)
+
+
+def _moves_rows(mapper: GGUFMapper, hf_name: str, rows: int, hf_config: Any) -> bool:
+    """Whether a mapper changes nothing of a matrix but the order of its rows.
+
+    It is tried on numbered rows of two columns: they must all come out, whole, and only they.
+    """
+    probe = torch.arange(2 * rows, dtype=torch.float64, device="cpu").view(rows, 2)
+    try:
+        made: Any = mapper.transform(hf_name, probe, hf_config)
+    except Exception:  # noqa: BLE001  # anybody's code; the load runs it again and tells
+        return False
+    if made is probe:
+        return True
+    if not isinstance(made, torch.Tensor) or made.shape != probe.shape:
+        return False
+    order = made[:, 0].sort().indices if made.dtype == probe.dtype else None
+    return order is not None and torch.equal(made[order], probe)
