@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from loadkit.build import swap
-from loadkit.errors import CoverageError
+from loadkit.errors import CoverageError, LoadkitError, ModelError
 from loadkit.execution import Target
 from loadkit.quantization_base import QuantizeMethodBase
+from loadkit.text import printable
 from loadkit.tracing.evaluate import strided
 from loadkit.tracing.lazy_tensor import LazyTensor
 
@@ -29,10 +30,16 @@ __all__ = [
 
 
 def place(model: nn.Module, targets: list[Target], memory: dict[int, torch.Tensor]) -> None:
-    """Give each parameter its memory: the same objects, with their attributes. Ties stay ties."""
-    by_name = dict(model.named_parameters(remove_duplicate=False))
+    """Give each parameter its memory: the same objects, with their attributes. Ties stay ties.
+
+    So do buffers that loading made.
+    """
+    by_name: dict[str, torch.Tensor] = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
     for target in targets:
-        if target.storage.real is not None or not target.is_parameter:
+        if target.storage.real is not None or target.names[0] not in by_name:
             continue
         flat = memory.get(id(target.storage))
         if flat is None:  # no elements
@@ -52,18 +59,36 @@ def process_weights_after_loading(
     """Let each module's quantisation method, then each attention layer, finish its weights.
 
     Runs once per module, in ``named_modules`` order, on ``target_device``.
+
+    Raises:
+        ModelError: a module's post-processing failed; names it, chained to the cause.
     """
-    modules = [module for _, module in model.named_modules()]
-    for module in modules:
+    modules = list(model.named_modules())
+    for name, module in modules:
         method = getattr(module, "quant_method", None)
         if isinstance(method, QuantizeMethodBase):
-            with device_loading_context(module, target_device):
+            with _named(name, module), device_loading_context(module, target_device):
                 method.process_weights_after_loading(module)
-    for module in modules:
+    for name, module in modules:
         own = getattr(module, "process_weights_after_loading", None)
         if callable(own):
-            with device_loading_context(module, target_device):
+            with _named(name, module), device_loading_context(module, target_device):
                 own(model_config.dtype if model_config is not None else None)
+
+
+@contextmanager
+def _named(name: str, module: nn.Module) -> Iterator[None]:
+    """Anybody's post-processing: what it raises says which module it was."""
+    try:
+        yield
+    except LoadkitError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"post-processing the weights of {name or 'the model'} ({type(module).__name__}) "
+            f"failed: {type(error).__name__}: {printable(error)}",
+            detail={"module": name},
+        ) from error
 
 
 @contextmanager
@@ -86,10 +111,12 @@ def device_loading_context(module: nn.Module, target_device: torch.device) -> It
 
 
 def finalize_layerwise_processing(model: nn.Module, model_config: ModelConfig | None) -> None:
-    """Finish modules whose weights were kept on meta until they were all there.
+    """The last look at a loaded model; loaders written for vLLM call it by this name.
+
+    A load has finished every module by then, so there is nothing left to process.
 
     Raises:
-        CoverageError: such a module still has no memory.
+        CoverageError: a module still has no memory.
     """
     check_ready(model)
 

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,14 +18,14 @@ from loadkit.build import Built, build
 from loadkit.errors import LoadkitError, ModelError, TraceError
 from loadkit.load_plan import LoadPlan, Problem
 from loadkit.plan_targets import TargetFinder
-from loadkit.readers import choose_reader
+from loadkit.readers import can_alias, choose_reader
 from loadkit.readers.base import Reader
 from loadkit.readers.mmap import MmapReader
 from loadkit.text import printable
 from loadkit.tracing.lazy_tensor import LazyTensor
-from loadkit.tracing.leaks import leaked_names, settle, stale
+from loadkit.tracing.leaks import adopt, leaked_names, settle, stale
 from loadkit.tracing.program import Call
-from loadkit.tracing.recorder import Recorder
+from loadkit.tracing.recorder import Recorder, read_now
 from loadkit.tracing.storage import FileLeaf
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def make_plan(job: Job, built: Built) -> Planned:
             built = build(job)
         built.recorder.opaque = frozenset(opaque)
         built.recorder.refused = frozenset(failed)
-        built.recorder.real_of = _mapped
+        built.recorder.real_of = partial(_real_data, alias=job.load_config.alias == "auto")
         built.recorder.real_scratch = real_scratch
         try:
             _trace(job, built)
@@ -114,6 +115,7 @@ def make_plan(job: Job, built: Built) -> Planned:
                 break
             failed[name] = problem
         else:
+            adopt(built.model, built.recorder)
             leaked = leaked_names(built.model)
             if not leaked - opaque:
                 general += _left_behind(built)
@@ -134,6 +136,7 @@ def _trace(job: Job, built: Built) -> None:
             # load_state_dict says that copies to meta do nothing; here they are recorded
             warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
             job.loader.load_weights(built.model, job.config.model_config)
+            recorder.drain()
 
 
 @contextmanager
@@ -172,13 +175,13 @@ def _problem(error: Exception, tensor: str | None) -> Problem:
     )
 
 
-def _mapped(lazy: LazyTensor) -> torch.Tensor:
-    """A lazy tensor's real elements, from a mapping where that is possible."""
+def _real_data(lazy: LazyTensor, *, alias: bool) -> torch.Tensor:
+    """A lazy tensor's real elements, from a mapping where that may be."""
     leaf = lazy.lazy_storage.base
-    if not isinstance(leaf, FileLeaf):
-        return lazy.clone()
+    if not isinstance(leaf, FileLeaf) or lazy.lazy_storage.writes or not lazy.numel():
+        return read_now(lazy.lazy_value(), None)
     info = leaf.info
-    if info.file.path is None or info.offset % leaf.dtype.itemsize:
+    if not alias or info.offset % leaf.dtype.itemsize or not can_alias(info.file)[0]:
         flat = torch.frombuffer(
             bytearray(info.file.read(info.offset, info.nbytes)), dtype=torch.uint8
         )
@@ -196,6 +199,9 @@ def _left_behind(built: Built) -> list[Problem]:
         settle(built.model, built.recorder)
     except TraceError as error:
         problems.append(_problem(error, None))
+    for name in sorted(leaked_names(built.model)):
+        text = f"loader code kept {printable(name)} in a way that it cannot be given its numbers"
+        problems.append(Problem("LEAKED_TENSOR", text, name))
     for where, parameter in stale(built.model, built.recorder):
         what = f"a view of parameter {parameter}" if parameter else "a tensor without memory"
         problems.append(

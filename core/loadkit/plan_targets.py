@@ -120,8 +120,7 @@ class TargetFinder:
                 if buffer is None or isinstance(buffer, LazyTensor) or id(buffer) in seen:
                     continue
                 seen.add(id(buffer))
-                storage = self.recorder.tracked(buffer)
-                if storage is not None and storage.writes:
+                if self.recorder.is_changed(buffer):
                     yield (f"{prefix}.{name}" if prefix else name,), buffer, False, module
         for name, held in self._held_elsewhere():
             yield (name,), held, False, self.model
@@ -355,8 +354,17 @@ class TargetFinder:
             self._skip(name, reason)
         refused = {p.tensor for p in self.problems}
         for name in dict.fromkeys(self.recorder.yielded):
-            if name not in self._used and name not in refused:
+            if name in self._used or name in refused:
+                continue
+            if name in self.recorder.opaque_bytes:
+                file, why = self.recorder.files.get(name), "loader code took it as real data"
+                self.rows.append(Row(name, file, None, None, None, "opaque", "opaque", why))
+            else:
                 self._skip(name, "the model's load_weights took it and wrote nothing of it")
+
+        for name in dict.fromkeys(self.recorder.not_asked):
+            if name not in self._used:
+                self._skip(name, "the model's load_weights did not ask for it")
 
     def _skip(self, name: str, reason: str) -> None:
         file = self.recorder.files.get(name)

@@ -83,6 +83,6 @@ def codes(plan: LoadPlan) -> list[str]:
     return [problem.code for problem in plan.problems]
 
 
-def words(plan: LoadPlan) -> dict[str | None, str]:
+def words(plan: LoadPlan) -> dict[str, str]:
     """How exactly each tensor is read."""
-    return {row.tensor: row.exact for row in plan.rows}
+    return {row.tensor: row.exact for row in plan.rows if row.tensor}

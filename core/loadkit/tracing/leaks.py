@@ -14,9 +14,10 @@ from loadkit.tracing.lazy_tensor import LazyTensor, leaf_names
 if TYPE_CHECKING:
     from loadkit.tracing.recorder import Recorder
 
-__all__ = ["Held", "held_tensors", "leaked_names", "settle", "stale"]
+__all__ = ["Held", "adopt", "held_tensors", "leaked_names", "settle", "stale"]
 
 _DEPTH = 4
+_OWN = ("lazy_storage", "_is_param")
 _PLAIN = (int, float, str, bytes, bool, type(None), type, torch.dtype, torch.device)
 
 
@@ -80,6 +81,28 @@ def _item(container: Any, key: Any) -> Callable[[Any], None]:
     return put
 
 
+def adopt(model: nn.Module, recorder: Recorder) -> None:
+    """Parameters and buffers that loader code replaced by lazy tensors become plain ones on meta.
+
+    Their memory is the lazy tensor's own, so what they hold is recorded as for any parameter.
+    """
+    homes: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for registry in (module._parameters, module._buffers):
+            for name, lazy in list(registry.items()):
+                if not isinstance(lazy, LazyTensor):
+                    continue
+                home = homes.get(id(lazy))
+                if home is None:
+                    home = recorder.home_of(lazy)
+                    if isinstance(lazy, nn.Parameter):
+                        home = nn.Parameter(home, requires_grad=lazy.requires_grad)
+                    kept = {k: v for k, v in lazy.__dict__.items() if k not in _OWN}
+                    home.__dict__.update(kept)
+                    homes[id(lazy)] = home
+                registry[name] = home  # type: ignore[assignment]
+
+
 def leaked_names(model: nn.Module) -> set[str]:
     """Checkpoint tensors of which loader code kept something lazy."""
     names: set[str] = set()
@@ -106,9 +129,7 @@ def settle(model: nn.Module, recorder: Recorder) -> None:
             )
         real = _numbers(lazy, recorder, memory)
         if isinstance(lazy, nn.Parameter):
-            kept = {
-                k: v for k, v in lazy.__dict__.items() if k not in ("lazy_storage", "_is_param")
-            }
+            kept = {k: v for k, v in lazy.__dict__.items() if k not in _OWN}
             real = nn.Parameter(real, requires_grad=lazy.requires_grad)
             real.__dict__.update(kept)
         held.put(real)
@@ -149,8 +170,9 @@ def stale(model: nn.Module, recorder: Recorder) -> Iterator[tuple[str, str | Non
     for held in held_tensors(model):
         if held.tensor.device.type != "meta" or isinstance(held.tensor, LazyTensor):
             continue
-        if held.is_part and isinstance(held.tensor, nn.Parameter):
-            parts.setdefault(held.tensor.untyped_storage()._cdata, held.where)
+        key = held.tensor.untyped_storage()._cdata
+        if held.is_part and (isinstance(held.tensor, nn.Parameter) or key not in parts):
+            parts.setdefault(key, held.where)
             registered.add(id(held.tensor))
         else:
             others.append(held)

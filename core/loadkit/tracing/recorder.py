@@ -88,6 +88,8 @@ class Recorder:
         self.misfits: list[Misfit] = []
         self.data_reads: list[DataRead] = []
         self.yielded: list[str] = []
+        self.not_asked: list[str] = []
+        self._sources: list[Iterator[tuple[str, torch.Tensor]]] = []
         self.files: dict[str, str] = {}  # tensor -> its file's name
         self.refused: frozenset[str] = frozenset()
         self.opaque: frozenset[str] = frozenset()
@@ -213,6 +215,16 @@ class Recorder:
         for tensor in tensors:
             self.live.add(id(self.track(tensor)))
 
+    def home_of(self, value: torch.Tensor) -> torch.Tensor:
+        """A plain tensor on meta that is another name of a value's own recorded memory."""
+        home = operations.meta_like(value)
+        kept = home.untyped_storage()
+        self._homes.append(kept)
+        self._storages[kept._cdata] = (
+            value.lazy_storage if isinstance(value, LazyTensor) else self.track(value)
+        )
+        return home
+
     def undo_rehoming(self) -> None:
         """Give parameters whose ``.data`` was assigned their memory back (the load failed)."""
         while self._rehomed:
@@ -279,8 +291,17 @@ class Recorder:
         """
         if then is None and isinstance(weights, _Observed):
             return weights
-        observed = self._observe(weights)
+        source = iter(weights)
+        if not isinstance(weights, _Observed):
+            self._sources.append(source)
+        observed = self._observe(source)
         return _Observed(observed if then is None else then(observed))
+
+    def drain(self) -> None:
+        """Note the tensors that loader code never asked for."""
+        for source in self._sources if not self.opaque_bytes else ():
+            self.not_asked += [name for name, _ in source]
+        self._sources.clear()
 
     def _observe(
         self, weights: Iterable[tuple[str, torch.Tensor]]
@@ -557,11 +578,7 @@ class _FunctionMode(TorchFunctionMode):
             _SET_DATA(target, value)
             return
         with recorder.lock:
-            home = operations.meta_like(value)  # another name of the value's own memory
-            kept = home.untyped_storage()
-            storage = value.lazy_storage if isinstance(value, LazyTensor) else recorder.track(value)
-            recorder._homes.append(kept)
-            recorder._storages[kept._cdata] = storage
+            home = recorder.home_of(value)
             if target.device.type == "meta":
                 _SET_DATA(target, home)
             else:
