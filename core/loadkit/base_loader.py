@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from loadkit.config import LoadConfig, LoadkitConfig, ModelConfig
     from loadkit.parallel_config import ParallelConfig
+    from loadkit.quantization_base import QuantizationConfig
     from loadkit.sources.base import Source
 
 __all__ = ["BaseModelLoader", "get_model", "get_model_loader"]
@@ -33,15 +34,20 @@ class BaseModelLoader(ABC):
 
     Attributes:
         options: the keys of ``LoadConfig.model_loader_extra_config`` that it accepts.
+        load_options: fields of ``LoadConfig`` that not every load follows and this loader does
+            (``ignore_patterns``, ``weights_key``, ...); others are refused where they are set.
+        needs_source: False where it makes a model's weights and reads no checkpoint.
         source: the open source, set before any other call.
         parallel: which rank is loaded.
-        config, model_class: what is being loaded, known before ``load_weights``.
+        config, model_class: what is being loaded, known before ``load_weights``; the class
+            before ``get_quant_config`` already.
         files: names of the weight files it reads.
         skipped_files: files that were not used, with the reason.
         skipped_tensors: tensors of the files that are not offered to the model, with the reason.
     """
 
     options: ClassVar[Mapping[str, OptionSpec]] = {}
+    load_options: ClassVar[frozenset[str]] = frozenset()
     needs_source: ClassVar[bool] = True
 
     source: Source
@@ -69,6 +75,12 @@ class BaseModelLoader(ABC):
 
     def download_model(self, model_config: ModelConfig) -> None:  # noqa: B027
         """Make the checkpoint's files available; nothing to do where they already are."""
+
+    def get_quant_config(self, model_config: ModelConfig) -> QuantizationConfig | None:
+        """The checkpoint's quantisation. Formats whose files say more about it override this."""
+        from loadkit.quantization import get_quant_config
+
+        return get_quant_config(model_config, self.load_config, source=self.source)
 
     @abstractmethod
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:

@@ -81,6 +81,13 @@ class Index:
         """The rows of one group, sorted by name and distribution."""
         return [row for row in self.rows if row.group == group]
 
+    def version_of(self, distribution: str) -> str | None:
+        """The version of a distribution that brings something; None where none does."""
+        return next(
+            (r.version for r in self.rows if r.distribution == distribution and r.state == "ready"),
+            None,
+        )
+
     def check_allowed(self) -> None:
         """Raise UnknownNameError if LOADKIT_PLUGINS names what is not installed."""
         if not self.unknown_allowed:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loadkit.errors import CheckpointError, PlanError
+from loadkit.errors import CheckpointError, PlanError, ReadError
 from loadkit.parallel_config import ParallelConfig
 from loadkit.text import printable
 
 if TYPE_CHECKING:
     from loadkit.execution import Target
 
-__all__ = ["LoadPlan", "Problem", "Region", "Row"]
+__all__ = ["SHOWN", "LoadPlan", "Problem", "Region", "Row", "problem_line"]
 
 SHOWN = 10  # problems in an error's text; all of them are in ``problems``
 
@@ -137,15 +137,16 @@ class LoadPlan:
         """
         if self.ok:
             return
-        first = self.problems[0]
+        first, alone = self.problems[0], len(self.problems) == 1
+        shown = [replace(first, hint=None)] if alone else self.problems  # the error has the hint
         raise PlanError(
-            problems_text(self.problems, self.source),
+            problems_text(shown, self.source),
             problems=self.problems,
             tensor=first.tensor,
             parameter=first.parameter,
             file=first.file,
             offset=first.offset,
-            hint=first.hint if len(self.problems) == 1 else None,
+            hint=first.hint if alone else None,
             detail={"codes": sorted({p.code for p in self.problems})},
         )
 
@@ -193,12 +194,28 @@ class LoadPlan:
         """Read what ``save`` wrote.
 
         Raises:
+            ReadError: the file cannot be read.
             CheckpointError: it is no saved plan.
         """
+        shown = printable(path, ascii_only=False)
         try:
-            return cls.from_dict(json.loads(Path(path).read_text()))
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{path} is no saved plan: {error}", file=str(path)) from error
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ReadError(
+                f"the plan {shown} cannot be read: {error.strerror}",
+                errno=error.errno,
+                file=str(path),
+            ) from error
+        except ValueError as error:
+            raise CheckpointError(f"{shown} is no saved plan: {error}", file=str(path)) from error
+        try:
+            return cls.from_dict(json.loads(text))
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+            raise CheckpointError(
+                f"{shown} is no saved plan: {type(error).__name__}: {printable(error)}",
+                file=str(path),
+                hint="give a file that LoadPlan.save wrote",
+            ) from error
 
 
 def _row(values: dict[str, Any]) -> Row:
@@ -219,12 +236,20 @@ def _row(values: dict[str, Any]) -> Row:
 def problems_text(problems: Sequence[Problem], source: str) -> str:
     """The error's text: how many, and the first ten."""
     lines = [f"{len(problems)} problem(s) in the plan of {printable(source, ascii_only=False)}"]
-    lines += [f"  {line}" for line in problem_lines(problems[:SHOWN])]
+    lines += [f"  {problem_line(problem.to_dict())}" for problem in problems[:SHOWN]]
     if len(problems) > SHOWN:
         lines.append(f"  ... and {len(problems) - SHOWN} more")
     return "\n".join(lines)
 
 
-def problem_lines(problems: Iterable[Problem]) -> list[str]:
-    """One line each: code, message, hint."""
-    return [f"{p.code}: {p.message}" + (f" ({p.hint})" if p.hint else "") for p in problems]
+def problem_line(problem: Mapping[str, Any]) -> str:
+    """One line of ``Problem.to_dict()``: code, message, where (unless that says it), hint."""
+    found = [(key, problem.get(key)) for key in ("tensor", "parameter", "file", "offset")]
+    where = [
+        f"{key} {printable(value)}"
+        for key, value in found
+        if value is not None and printable(value) not in problem["message"]
+    ]
+    text = f"{problem['code']}: {problem['message']}"
+    text += f" [{', '.join(where)}]" if where else ""
+    return text + (f" (hint: {problem['hint']})" if problem.get("hint") else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["LoadResult", "iter_weights", "load", "load_into", "load_model", "plan", "run_line"]
 
 
+_UNUSABLE = "loadkit_unusable"  # attribute of a model whose load failed half-way: why
+
+
 @dataclass(frozen=True)
 class LoadResult:
     """A loaded model, what the load did, and the plan it followed."""
@@ -50,14 +54,20 @@ def run_line(job: Job, watch: Stopwatch | None = None) -> LoadResult:
         with PeakMeter(device=job.device) as meter:
             with watch.step("build"), collector_paused():
                 built = build(job)
-            with watch.step("plan"), collector_paused():
-                planned = make_plan(job, built)
-                plan = planned.plan
+            recorder = built.recorder
+            try:
+                with watch.step("plan"), collector_paused():
+                    planned = make_plan(job, built)
+                    plan, recorder = planned.plan, planned.recorder
                 plugins.call("plan_ready", plan=plan)
                 plan.raise_if_bad()
-            with watch.step("read"):
-                done = _read(job, planned)
-            with watch.step("finish"):
+                in_place = any(target.storage.real is not None for target in plan.targets)
+                with watch.step("read"), _marked(planned.model, in_place):
+                    done = _read(job, planned)
+            except BaseException:
+                recorder.undo_rehoming()
+                raise
+            with watch.step("finish"), _marked(planned.model, True):
                 _finish(job, planned)
         remember_load(
             planned.model,
@@ -91,9 +101,6 @@ def _read(job: Job, planned: Planned) -> ReadResult:
                 alias=alias,
                 landed=progress.landed,
             )
-    except BaseException as error:
-        _mark_unusable(planned, error)
-        raise
     finally:
         planned.reader.close()
     done.bytes_read += sum(planned.recorder.opaque_bytes.values())
@@ -111,12 +118,16 @@ def _read(job: Job, planned: Planned) -> ReadResult:
     return done
 
 
-def _mark_unusable(planned: Planned, error: BaseException) -> None:
-    """A module with memory of its own may be half-written now: say so on it, and in the error."""
-    if all(target.storage.real is None for target in planned.plan.targets):
-        return
-    planned.model.__dict__["loadkit_unusable"] = f"{type(error).__name__}: {error}"
-    error.add_note("the module has memory of its own and may be half-written: load it again")
+@contextmanager
+def _marked(model: nn.Module, written: bool) -> Iterator[None]:
+    """Where memory of the model may be written to, an error inside says so on the model."""
+    try:
+        yield
+    except BaseException as error:
+        if written:
+            model.__dict__[_UNUSABLE] = f"{type(error).__name__}: {error}"
+            error.add_note("the module may be half-written: load it again")
+        raise
 
 
 def _finish(job: Job, planned: Planned) -> None:
@@ -128,7 +139,7 @@ def _finish(job: Job, planned: Planned) -> None:
                 if buffer is not None and buffer.device.type == "cpu":
                     module._buffers[name] = buffer.to(job.device)
     check_ready(model)
-    model.__dict__.pop("loadkit_unusable", None)
+    model.__dict__.pop(_UNUSABLE, None)
     if job.module is None:
         model.eval()
 
@@ -245,6 +256,8 @@ def load_into(
 
     Raises:
         PlanError: names or shapes do not fit; the module is untouched.
+        LoadkitError: anything else; a module that may be half-written has an attribute
+            ``loadkit_unusable`` that says why.
     """
     from loadkit.module_loader import ModuleLoader
 

@@ -165,11 +165,12 @@ class NameTable:
         known = KNOWN.get(self.kind, {}).get(name)
         told = f"; {'; '.join(notes)}" if notes else ""
         if known is not None:
+            version = index().version_of(known.distribution)
+            lacks = "not installed" if version is None else f"installed as {version} and lacks it"
             return NotInstalledError(
-                f"{self.noun} '{shown}' comes with {known.distribution}, which is not "
-                f"installed{told}",
+                f"{self.noun} '{shown}' comes with {known.distribution}, which is {lacks}{told}",
                 detail={**detail, "distribution": known.distribution, "extra": known.extra},
-                hint=pip_line(known.extra),
+                hint=pip_line(known.extra) if version is None else None,
             )
         near = nearest(name, {*self.names(), *KNOWN.get(self.kind, {})})
         hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""

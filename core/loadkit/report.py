@@ -93,7 +93,7 @@ class PeakMeter:
         self._device = device
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True, name="loadkit-peak")
-        self._start = self._peak = 0
+        self._start = self._peak = self._device_start = 0
 
     def __enter__(self) -> Self:
         self._start = self._peak = anonymous_bytes()
@@ -101,6 +101,7 @@ class PeakMeter:
             import torch
 
             torch.cuda.reset_peak_memory_stats(self._device)
+            self._device_start = int(torch.cuda.memory_allocated(self._device))
         if self._start and os.name == "posix":
             self._thread.start()
         return self
@@ -121,7 +122,8 @@ class PeakMeter:
         if self._device.startswith("cuda"):
             import torch
 
-            device_bytes = int(torch.cuda.max_memory_allocated(self._device))
+            held = int(torch.cuda.max_memory_allocated(self._device))
+            device_bytes = max(0, held - self._device_start)
         return {
             "host_anonymous_bytes": max(0, self._peak - self._start),
             "device_bytes": device_bytes,

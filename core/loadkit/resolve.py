@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -16,9 +16,10 @@ from loadkit.base_loader import BaseModelLoader
 from loadkit.config import LoadConfig, LoadkitConfig, ModelConfig, ParallelConfig
 from loadkit.detect import detect_load_format
 from loadkit.errors import ConfigFileError, LoadkitError, OptionError
-from loadkit.quantization import configure_quant_config, get_quant_config
+from loadkit.quantization import configure_quant_config
 from loadkit.sources import Source, open_source
-from loadkit.tracing.lazy_tensor import LazyTensor
+from loadkit.text import printable
+from loadkit.unused_options import refuse_unused
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["Job", "job_for_loader", "job_for_module", "resolve", "resolve_config"]
 
 log = logging.getLogger("loadkit")
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,14 +79,16 @@ def resolve(
     Raises:
         LoadkitError: the first thing that cannot be resolved.
     """
-    parallel = parallel or ParallelConfig()
-    load_config = _merged(load_config or LoadConfig(), load_format, trust_remote_code)
+    parallel = _of_type(ParallelConfig, parallel, "parallel")
+    load_config = _of_type(LoadConfig, load_config, "load_config")
+    strict = _of_type(bool, strict, "strict")
+    load_config = _merged(load_config, load_format, trust_remote_code)
     opened = open_source(source, load_config)
     try:
         loader, why = _loader_for(opened, load_config, parallel)
         options = {
             "dtype": dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch."),
-            "hf_overrides": dict(hf_overrides or {}),
+            "hf_overrides": {} if hf_overrides is None else hf_overrides,
             "architecture": architecture,
             "quantization": quantization,
             "model_impl": model_impl,
@@ -113,16 +118,14 @@ def job_for_loader(loader: BaseModelLoader, config: LoadkitConfig, prefix: str) 
     source = getattr(loader, "source", None) or open_source(
         config.model_config.source, config.load_config
     )
-    loader.source, loader.parallel = source, config.parallel_config
-    job = _job(
-        source,
-        loader,
-        "the caller's loader",
-        config.model_config,
-        config.parallel_config,
-        None,
-        True,
-    )
+    model_config, parallel = config.model_config, config.parallel_config
+    loader.source, loader.parallel = source, parallel
+    try:
+        refuse_unused(loader.load_config, loader, source)
+        job = _job(source, loader, "the caller's loader", model_config, parallel, None, True)
+    except BaseException:
+        source.close()
+        raise
     return replace(job, prefix=prefix)
 
 
@@ -135,12 +138,22 @@ def job_for_module(
     parallel: ParallelConfig | None = None,
     strict: bool = True,
 ) -> Job:
-    """The job of filling a module that the user built: no config.json is needed."""
-    parallel = parallel or ParallelConfig()
-    load_config = _merged(load_config or LoadConfig(), load_format, False)
+    """The job of filling a module that the user built: no config.json is needed.
+
+    Raises:
+        OptionError: the load format reads no checkpoint, it makes whole models.
+    """
+    parallel = _of_type(ParallelConfig, parallel, "parallel")
+    load_config = _merged(_of_type(LoadConfig, load_config, "load_config"), load_format, False)
     opened = open_source(source, load_config)
     try:
         loader, why = _loader_for(opened, load_config, parallel)
+        if not loader.needs_source:
+            raise OptionError(
+                f"load format {loader.load_config.load_format!r} makes whole models; it reads no "
+                "tensors by name",
+                hint="use loadkit.load with it",
+            )
         dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
         model_config = ModelConfig.from_dict({}, source=opened.uri, load_config=loader.load_config)
         model_config = model_config.with_dtype(
@@ -165,6 +178,15 @@ def job_for_module(
         strict,
         module=module,
     )
+
+
+def _of_type(kind: type[Value], given: Value | None, name: str) -> Value:
+    """An argument of a load, or its default."""
+    if given is None:
+        return kind()
+    if not isinstance(given, kind):
+        raise OptionError(f"{name} is {type(given).__name__}; accepted: {kind.__name__}")
+    return given
 
 
 def _merged(load_config: LoadConfig, load_format: str, trust_remote_code: bool) -> LoadConfig:
@@ -192,6 +214,7 @@ def _loader_for(
     loader_class: Any = tables.loaders.lookup(load_config.load_format)
     loader: BaseModelLoader = loader_class(load_config)
     loader.source, loader.parallel = source, parallel
+    refuse_unused(load_config, loader, source)
     return loader, why
 
 
@@ -227,11 +250,12 @@ def _job(
     )
     loader.download_model(model_config)
     model_config = _with_dtype(model_config, loader)
-    quant_config = get_quant_config(model_config, load_config, source=source)
+    loader.model_class = model_class
+    quant_config = loader.get_quant_config(model_config)
     config = LoadkitConfig(model_config, load_config, parallel, quant_config)
     if quant_config is not None:
         configure_quant_config(quant_config, model_class)
-    loader.config, loader.model_class = config, model_class
+    loader.config = config
     return Job(
         config=config,
         source=source,
@@ -256,16 +280,26 @@ def _distribution(architecture: str) -> str:
 
 
 def _device(device: Any, load_config: LoadConfig) -> str:
+    """The device as torch spells it.
+
+    Raises:
+        OptionError: there is no such device here; says which there are.
+    """
     name = str(device if device is not None else load_config.device or "cpu")
-    with suppress(RuntimeError):
-        kind = torch.device(name).type
-        if kind == "cpu":
+    there = {"cpu"}
+    if torch.accelerator.is_available():
+        kind = str(torch.accelerator.current_accelerator())
+        there |= {kind, *(f"{kind}:{i}" for i in range(torch.accelerator.device_count()))}
+    with suppress(RuntimeError):  # no device at all, as torch reads it
+        found = torch.device(name)
+        if found.type == "cpu":
             return "cpu"
-        if kind == "cuda" and torch.cuda.is_available():
+        if str(found) in there:
             return name
-        if kind not in ("cuda", "meta") and getattr(torch, kind, None) is not None:
-            return name
-    raise OptionError(f"device {name!r} is not available here")
+    raise OptionError(
+        f"device '{printable(name, 80)}' is not available here; available: "
+        f"{', '.join(sorted(there))}"
+    )
 
 
 def _with_dtype(model_config: ModelConfig, loader: BaseModelLoader) -> ModelConfig:
@@ -275,7 +309,7 @@ def _with_dtype(model_config: ModelConfig, loader: BaseModelLoader) -> ModelConf
     bytes_of: dict[torch.dtype, int] = {}
     try:
         for _, tensor in loader.catalogue(model_config):
-            if isinstance(tensor, LazyTensor) and tensor.is_floating_point():
+            if tensor.is_floating_point():
                 size = tensor.numel() * tensor.dtype.itemsize
                 bytes_of[tensor.dtype] = bytes_of.get(tensor.dtype, 0) + size
     except NotImplementedError:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 import loadkit
 from helpers.checkpoints import llama_sd, write_cfg, write_llama
 from loadkit.config import LoadConfig, ParallelConfig
-from loadkit.errors import PlanError
+from loadkit.errors import CheckpointError, ModelError, PlanError, ReadError
 from loadkit.load_plan import LoadPlan
 
 SIZES = {"hidden": 64, "heads": 8, "kv_heads": 2, "ffn": 48, "vocab": 100, "layers": 2}
@@ -266,7 +266,6 @@ def test_shards_equal_one_file(tmp_path: Path) -> None:
 def test_a_module_that_may_be_half_written_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from loadkit.errors import ReadError
     from loadkit.readers.mmap import MmapReader
 
     module = Plain()
@@ -283,3 +282,73 @@ def test_a_module_that_may_be_half_written_says_so(
     assert "the disk is gone" in module.__dict__["loadkit_unusable"]
     loadkit.load_into(module, tmp_path / "weights.safetensors")
     assert "loadkit_unusable" not in module.__dict__
+
+
+class Rehomed(torch.nn.Module):
+    """Its loader gives parameters other memory, and writes where it likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(2, 3))
+        self.b = torch.nn.Parameter(torch.zeros(2))
+        self.missing = torch.nn.Parameter(torch.zeros(2))
+
+    def load_weights(self, weights: object) -> None:
+        for name, weight in weights:  # type: ignore[attr-defined]
+            getattr(self, name).data = weight
+
+
+def test_a_module_whose_memory_was_exchanged_gets_it_back_from_a_bad_plan(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2, 3), "b": torch.ones(2)}, tmp_path / "weights.safetensors")
+    module = Rehomed()
+    where = {name: param.data_ptr() for name, param in module.named_parameters()}
+    with pytest.raises(PlanError, match="missing"):
+        loadkit.load_into(module, tmp_path / "weights.safetensors")
+    assert {name: param.data_ptr() for name, param in module.named_parameters()} == where
+    assert not any(param.any() for param in module.parameters())
+    assert "loadkit_unusable" not in module.__dict__
+
+
+def test_a_failed_post_processing_names_its_module_and_marks_the_model(tmp_path: Path) -> None:
+    class Inner(torch.nn.Linear):
+        def process_weights_after_loading(self, dtype: torch.dtype) -> None:
+            raise ValueError("no such kernel")
+
+    module = torch.nn.Sequential(Inner(2, 2))
+    save_file(module.state_dict(), tmp_path / "weights.safetensors")
+    with pytest.raises(
+        ModelError, match=r"weights of 0 \(Inner\) failed.*no such kernel"
+    ) as caught:
+        loadkit.load_into(module, tmp_path / "weights.safetensors")
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert "no such kernel" in module.__dict__["loadkit_unusable"]
+
+
+def test_the_one_problem_of_a_plan_is_said_once_with_its_place(tmp_path: Path) -> None:
+    save_file({"weight": torch.zeros(2, 2)}, tmp_path / "weights.safetensors")
+    module = torch.nn.Linear(2, 2, bias=False)
+    module.weight = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.int32), requires_grad=False)
+    with pytest.raises(PlanError) as caught:
+        loadkit.load_into(module, tmp_path / "weights.safetensors")
+    hint = caught.value.problems[0].hint
+    assert hint and str(caught.value).count(hint) == 1
+    assert "file weights.safetensors" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        (None, ReadError),
+        ("[1]", CheckpointError),
+        ("{}", CheckpointError),
+        ("[" * 99999, CheckpointError),
+    ],
+    ids=["missing", "list", "empty", "deep"],
+)
+def test_what_is_no_saved_plan_is_a_typed_error(
+    tmp_path: Path, text: str | None, kind: type[Exception]
+) -> None:
+    if text is not None:
+        (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(kind, match=r"plan\.json"):
+        LoadPlan.load(tmp_path / "plan.json")

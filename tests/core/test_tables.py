@@ -166,7 +166,7 @@ def test_PLG_03_two_equal_records_of_one_version_are_no_news(world: World) -> No
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("gguf", 'pip install "loadkit[gguf]"'),
+        ("tensorizer", 'pip install "loadkit[tensorizer]"'),
         ("runai_streamer", 'pip install "loadkit[runai-streamer]"'),
         ("runai_streamer_sharded", 'pip install "loadkit[sharded-state]"'),
         ("bitsandbytes", 'pip install "loadkit[bitsandbytes]"'),

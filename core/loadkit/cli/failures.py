@@ -11,12 +11,12 @@ import click
 
 from loadkit.cli.output import Output
 from loadkit.errors import LoadkitError, ReadError, ResourceError, UsageError
+from loadkit.load_plan import SHOWN, problem_line
 from loadkit.text import printable
 
-__all__ = ["SHOWN_PROBLEMS", "fail", "interrupted", "problem_lines", "typed"]
+__all__ = ["fail", "interrupted", "problem_lines", "typed"]
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
-SHOWN_PROBLEMS = 10  # of a plan, on a terminal; --json has all of them
 
 
 def typed(error: BaseException) -> LoadkitError | None:
@@ -59,18 +59,10 @@ def interrupted(out: Output) -> int:
 
 def problem_lines(problems: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Ten problems of a plan, one a line, and how many more there are."""
-    for problem in problems[:SHOWN_PROBLEMS]:
-        found = [(key, problem.get(key)) for key in ("tensor", "parameter", "file", "offset")]
-        where = [
-            f"{key} {printable(value)}"
-            for key, value in found
-            if value is not None and printable(value) not in problem["message"]
-        ]
-        text = f"{problem['code']}: {problem['message']}"
-        text += f" [{', '.join(where)}]" if where else ""
-        yield f"  {text}" + (f" (hint: {problem['hint']})" if problem.get("hint") else "")
-    if len(problems) > SHOWN_PROBLEMS:
-        more = len(problems) - SHOWN_PROBLEMS
+    for problem in problems[:SHOWN]:
+        yield f"  {problem_line(problem)}"
+    if len(problems) > SHOWN:
+        more = len(problems) - SHOWN
         yield f"  ... and {more} more ({len(problems)} in all; --json lists every one)"
 
 
@@ -103,7 +95,7 @@ def _typed_lines(error: LoadkitError) -> Iterator[str]:
     cause = error.__cause__
     if cause is not None and str(cause) not in error.message:
         yield f"  cause: {type(cause).__name__}: {cause}"
-    if error.hint:
+    if error.hint and not problems:
         yield f"  hint: {error.hint}"
 
 

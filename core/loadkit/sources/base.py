@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 if TYPE_CHECKING:
     from loadkit.config import LoadConfig
@@ -56,7 +56,13 @@ class Source(ABC):
     """A checkpoint's place, one per URI scheme. Registered with ``@register_source(scheme)``.
 
     A source is a context manager; leaving it closes every file it opened.
+
+    Attributes:
+        load_options: fields of ``LoadConfig`` that not every load follows and this source does
+            (``revision``, ``stream``); others are refused where they are set.
     """
+
+    load_options: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, uri: str, load_config: LoadConfig) -> None:
         self.uri = uri

@@ -35,6 +35,9 @@ class DefaultModelLoader(BaseModelLoader):
     """
 
     options: ClassVar[Mapping[str, OptionSpec]] = {}
+    load_options: ClassVar[frozenset[str]] = frozenset(
+        {"allow_patterns_overrides", "ignore_index", "ignore_patterns"}
+    )
 
     weight_files: WeightFiles | None = None
     _headers: list[SafetensorsHeader] | None = None
