@@ -18,6 +18,7 @@ from loadkit.readers import can_alias
 from loadkit.readers.base import Reader
 from loadkit.sources.base import File
 from loadkit.text import nearest, printable
+from loadkit.tracing.blocks import DecodeBlocks
 from loadkit.tracing.coverage import (
     Overlap,
     Piece,
@@ -473,8 +474,15 @@ def _kind(expr: Expr) -> str:
     if isinstance(expr, Src):
         return "copy"
     if isinstance(expr, Call) and expr.func is torch.ops.aten._to_copy.default:
-        return "cast" if isinstance(expr.args[0], Src) else "compute"
+        inner = expr.args[0]
+        return "cast" if isinstance(inner, Src) else _kind(inner) if _decodes(inner) else "compute"
+    if _decodes(expr):
+        return "decode"
     return "copy" if isinstance(expr, Const) else "compute"
+
+
+def _decodes(expr: Expr) -> bool:
+    return isinstance(expr, Call) and isinstance(expr.func, DecodeBlocks)
 
 
 def _list(names: list[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -12,6 +12,7 @@ from loadkit.errors import ModelError, ResourceError
 from loadkit.execution import Moves, Target, chunks, fetch_strips, files_of, moves_of
 from loadkit.readers.base import Extent, Reader
 from loadkit.text import printable
+from loadkit.tracing.blocks import DecodeBlocks
 from loadkit.tracing.coverage import reads_own_memory
 from loadkit.tracing.evaluate import ResultCache, evaluate, generate, strided
 from loadkit.tracing.program import Call, Const, Expr, Src, walk
@@ -189,7 +190,12 @@ class _Run:
 
     def _store(self, target: Target, into: torch.Tensor, expr: Expr) -> None:
         cast_from = _cast_source(expr)
-        value = evaluate(expr if cast_from is None else cast_from, self.fetch, self.cache)
+        source = expr if cast_from is None else cast_from
+        if _decodes_into(source, into):
+            encoding = source.func.encoding
+            encoding.decode_into(evaluate(source.args[0], self.fetch, self.cache), into)
+            return
+        value = evaluate(source, self.fetch, self.cache)
         into.copy_(value)
         if cast_from is not None and _may_overflow(value.dtype, into.dtype):
             if _all_finite(into):
@@ -279,6 +285,17 @@ def _all_finite(tensor: torch.Tensor) -> bool:
         tensor = tensor.to(torch.float32)
     low, high = torch.aminmax(tensor)
     return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def _decodes_into(expr: Expr, into: torch.Tensor) -> TypeGuard[Call]:
+    """Whether blocks can be decoded straight into memory; what they hold fits bfloat16 too."""
+    return (
+        isinstance(expr, Call)
+        and isinstance(expr.func, DecodeBlocks)
+        and into.device.type == "cpu"
+        and into.dtype in (torch.float32, torch.bfloat16)
+        and expr.size == tuple(into.size())
+    )
 
 
 def _may_overflow(source: torch.dtype, target: torch.dtype) -> bool:

@@ -31,6 +31,9 @@ class Encoding(Protocol):
     def decode(self, packed: torch.Tensor) -> torch.Tensor:
         """uint8 [..., n * block_bytes] -> float32 [..., n * block]; any strides."""
 
+    def decode_into(self, packed: torch.Tensor, out: torch.Tensor) -> object:
+        """The same into ``out`` [..., n * block] of float32, bfloat16 or float16, rounded once."""
+
 
 class DecodeBlocks:
     """The operation ``bytes -> numbers`` of one encoding."""
