@@ -9,7 +9,7 @@ everything else becomes a deferred operation (``recorder``). Asked for a number 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 
@@ -37,8 +37,8 @@ class LazyTensor(torch.Tensor):
     lazy_storage: Storage
 
     @staticmethod
-    def __new__(cls, storage: Storage, view: View, dtype: torch.dtype) -> LazyTensor:
-        made: LazyTensor = torch.Tensor._make_wrapper_subclass(
+    def __new__(cls, storage: Storage, view: View, dtype: torch.dtype) -> Self:
+        made: Self = torch.Tensor._make_wrapper_subclass(
             cls,
             view.size,
             strides=view.stride,
