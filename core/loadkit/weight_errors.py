@@ -12,6 +12,7 @@ from loadkit.name_hints import grouped_names, likely_prefix
 from loadkit.packed_modules import Packed, find_fused
 from loadkit.sharded_name import ShardedName
 from loadkit.text import nearest, printable
+from loadkit.tracing.lazy_tensor import leaf_file
 
 __all__ = ["Unplaced", "describe_failure", "file_of", "ranks_of", "unplaced_error", "what_is_there"]
 
@@ -119,10 +120,7 @@ def describe_failure(
 
 def file_of(tensor: torch.Tensor) -> str | None:
     """The file a lazy tensor lies in; None for one in memory."""
-    storage = getattr(tensor, "lazy_storage", None)
-    info = getattr(getattr(storage, "base", None), "info", None)
-    name = getattr(getattr(info, "file", None), "name", None)
-    return name if isinstance(name, str) else None
+    return leaf_file(tensor)
 
 
 def ranks_of(module: torch.nn.Module, param: torch.Tensor) -> dict[str, int]:

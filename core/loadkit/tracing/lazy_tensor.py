@@ -15,10 +15,17 @@ import torch
 
 from loadkit.errors import TraceError
 from loadkit.tensor_info import TensorInfo, torch_dtype
-from loadkit.tracing.storage import FileLeaf, GeneratedLeaf, Storage, Value
+from loadkit.tracing.storage import (
+    Constant,
+    FileLeaf,
+    GeneratedLeaf,
+    Operation,
+    Storage,
+    Value,
+)
 from loadkit.tracing.view import View, contiguous
 
-__all__ = ["LazyTensor", "generated", "lazy_from_info", "leaf_names"]
+__all__ = ["LazyTensor", "generated", "lazy_from_info", "leaf_file", "leaf_names"]
 
 Dispatcher = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -137,10 +144,16 @@ def generated(leaf: GeneratedLeaf) -> LazyTensor:
     return LazyTensor(storage, contiguous(leaf.size, leaf.dtype.itemsize), leaf.dtype)
 
 
+def leaf_file(tensor: torch.Tensor) -> str | None:
+    """The file that a checkpoint tensor lies in, in blocks too; None for any other tensor."""
+    base = tensor.lazy_storage.base if isinstance(tensor, LazyTensor) else None
+    if isinstance(base, Operation):
+        base = next((value.storage.base for value in base.inputs()), None)
+    return base.info.file.name if isinstance(base, FileLeaf) else None
+
+
 def leaf_names(value: Value) -> set[str]:
     """Names of the checkpoint tensors that a value is made of (a superset of those read)."""
-    from loadkit.tracing.storage import Constant, Operation
-
     names: set[str] = set()
     seen: set[int] = set()
     stack = [value.storage]

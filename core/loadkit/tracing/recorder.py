@@ -22,13 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from loadkit.errors import TraceError
 from loadkit.tracing import operations
 from loadkit.tracing.evaluate import Fetch, evaluate, generate
-from loadkit.tracing.lazy_tensor import LazyTensor, leaf_names
+from loadkit.tracing.lazy_tensor import LazyTensor, leaf_file, leaf_names
 from loadkit.tracing.misfit import set_sink
 from loadkit.tracing.program import Src, resolve, sources_of
 from loadkit.tracing.storage import (
     PARAMETER,
     Constant,
-    FileLeaf,
     Fill,
     Storage,
     Unwritten,
@@ -308,8 +307,9 @@ class Recorder:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
             self.yielded.append(name)
-            if isinstance(tensor, LazyTensor) and isinstance(tensor.lazy_storage.base, FileLeaf):
-                self.files[name] = tensor.lazy_storage.base.info.file.name
+            file = leaf_file(tensor)
+            if file is not None:
+                self.files[name] = file
             if name in self.refused:
                 continue
             self.current = name
