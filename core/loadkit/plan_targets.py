@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import islice
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from loadkit.execution import Target, expression_cost, files_of, moves_of, read_cost
-from loadkit.load_plan import Problem, Region, Row
+from loadkit.execution import Target, files_of
+from loadkit.load_plan import SHOWN, Problem, Row
 from loadkit.name_hints import likely_prefix
-from loadkit.readers import can_alias
+from loadkit.plan_costs import Costs, costs_of
+from loadkit.plan_rows import rows_of
 from loadkit.readers.base import Reader
 from loadkit.sources.base import File
 from loadkit.text import nearest, printable
-from loadkit.tracing.blocks import DecodeBlocks
 from loadkit.tracing.coverage import (
     Overlap,
     Piece,
@@ -34,40 +34,28 @@ from loadkit.tracing.lazy_tensor import LazyTensor, leaf_names
 from loadkit.tracing.leaks import held_tensors
 from loadkit.tracing.operations import view_of
 from loadkit.tracing.program import (
-    Call,
     Const,
     Expr,
     Filled,
     Missing,
     Replay,
-    Src,
-    exactness,
     resolve,
     resolve_region,
     walk,
 )
 from loadkit.tracing.replay import holes
-from loadkit.tracing.storage import FileLeaf, Fill, Storage, Value
+from loadkit.tracing.storage import Fill, Storage, Value
 from loadkit.tracing.view import View
 
 if TYPE_CHECKING:
     from loadkit.build import Built
     from loadkit.resolve import Job
 
-__all__ = ["Costs", "TargetFinder", "is_repacked"]
+__all__ = ["TargetFinder", "is_repacked"]
 
 
+_COMPARED = 500  # names that a missing one is compared with
 _MISFITS = {"UNEXPECTED": "UNEXPECTED_TENSOR", "SHAPE": "SHAPE_MISMATCH"}  # kind -> code
-
-
-class Costs(NamedTuple):
-    """Bytes: of needed elements, to read, mapped of it, of parameters, of memory at most."""
-
-    needed: int
-    read: int
-    aliased: int
-    parameters: int
-    peak: int
 
 
 class TargetFinder:
@@ -83,6 +71,8 @@ class TargetFinder:
         self.rows: list[Row] = []
         self.initialised: dict[str, str] = {}
         self._opaque = opaque
+        self._hints = 0
+        self._in_trouble = {problem.parameter for problem in problems}
         self._used: set[str] = {read.tensor for read in built.recorder.data_reads}
 
     def find(self) -> None:
@@ -168,7 +158,9 @@ class TargetFinder:
         if is_parameter:
             self._require_written(target)
         self.targets.append(target)
-        self._rows_of(target)
+        rows = rows_of(target)
+        self.rows += rows
+        self._used.update(row.tensor for row in rows if row.tensor is not None)
 
     def _overlaps(self, target: Target, found: list[Overlap]) -> None:
         """Data over data: compared if the model ties these names, else a problem."""
@@ -215,7 +207,7 @@ class TargetFinder:
             ),
             None,
         )
-        if any(p.parameter in target.names for p in self.problems):
+        if not self._in_trouble.isdisjoint(target.names):
             return  # what should have been written there is a problem already
         total = target.view.numel
         what = "nothing" if missing == total else f"{missing} of {total} elements: nothing"
@@ -242,10 +234,8 @@ class TargetFinder:
         )
 
     def _missing(self, name: str, missing: int, total: int) -> None:
-        files = len({row.file for row in self.rows if row.file}) or len(self.job.loader.files)
-        unused = [m.name for m in self.recorder.misfits if m.kind == "UNEXPECTED"]
-        close = nearest(name, unused)
-        hint = f"near: {', '.join(printable(n) for n in close)}" if close else None
+        files = len(set(self.recorder.files.values())) or len(self.job.loader.files)
+        hint = self._near(name)
         if name.rsplit(".", 2)[-2:] == ["lm_head", "weight"] or name == "lm_head.weight":
             hint = "if head and embedding are one: hf_overrides={'tie_word_embeddings': True}"
         if missing == total:
@@ -254,6 +244,20 @@ class TargetFinder:
         else:
             text = f"{missing} of the {total} elements of {name} are written by no tensor"
             self._problem("PARTLY_WRITTEN", text, name, hint=hint)
+
+    def _near(self, name: str) -> str | None:
+        """Unplaced tensors of nearly that name. Few are looked at, and for few: it is dear."""
+        if self._hints == SHOWN:
+            return None
+        self._hints += 1
+        leaf = name.rpartition(".")[2]
+        alike = (
+            misfit.name
+            for misfit in self.recorder.misfits
+            if misfit.kind == "UNEXPECTED" and misfit.name.rpartition(".")[2] == leaf
+        )
+        close = nearest(name, islice(alike, _COMPARED))
+        return f"near: {', '.join(printable(n) for n in close)}" if close else None
 
     def _with_initial(self, target: Target) -> Iterator[Piece]:
         """The pieces, with what the constructor wrote (or zeros) where there is nothing."""
@@ -274,45 +278,6 @@ class TargetFinder:
 
     # ------------------------------------------------------------ rows and remarks
 
-    def _rows_of(self, target: Target) -> None:
-        tensors: set[str] = set()
-        rows: list[Row] = []
-        for view, expr in target.pieces:
-            region = Region(view.offset - target.view.offset, view.size, view.stride)
-            found = list(_leaves(expr))
-            word = exactness(expr) if found else "exact"
-            if isinstance(expr, Filled):
-                rows.append(Row(None, None, None, target.names[0], region, "exact", "fill"))
-            for leaf in found:
-                name = leaf[0]
-                tensors.add(name)
-                rows.append(Row(name, leaf[1], leaf[2], target.names[0], region, word, _kind(expr)))
-        if len(tensors) > 1:
-            rows = [
-                Row(r.tensor, r.file, r.source, r.parameter, r.target, r.exact, "fused")
-                if r.kind == "copy"
-                else r
-                for r in rows
-            ]
-        for view, expr, tensor in target.checks:
-            tensors.add(tensor)
-            region = Region(view.offset - target.view.offset, view.size, view.stride)
-            for name, file, source in _leaves(expr):
-                rows.append(
-                    Row(
-                        name,
-                        file,
-                        source,
-                        target.names[0],
-                        region,
-                        exactness(expr),
-                        "tied",
-                        "tied:verify",
-                    )
-                )
-        self._used |= tensors
-        self.rows += rows
-
     def _misfits(self) -> None:
         """What loader code reported: skipped tensors with a reason, problems otherwise."""
         for misfit in self.recorder.misfits:
@@ -327,6 +292,7 @@ class TargetFinder:
                 self._skip(misfit.name, "strict=False: no place for it")
             else:
                 self.problems.append(problem)
+                self._in_trouble.add(problem.parameter)
         self._prefix_hint()
 
     def _prefix_hint(self) -> None:
@@ -397,8 +363,7 @@ class TargetFinder:
         hint: str | None = None,
     ) -> None:
         self.problems.append(Problem(code, message, tensor, parameter, hint=hint))
-
-    # ------------------------------------------------------------ costs
+        self._in_trouble.add(parameter)
 
     def files(self) -> list[File]:
         """The files that will be read."""
@@ -406,40 +371,9 @@ class TargetFinder:
 
     def costs(self, reader: Reader) -> Costs:
         """What the load will read and hold, with this reader. Settles who may be an alias."""
-        aliases = reader.aliases and self.job.load_config.alias == "auto"
-        allowed = {id(file): aliases and can_alias(file)[0] for file in self.files()}
-        needed = read = aliased = staging = owned = 0
-        shared: set[int] = set()
-        storages: dict[int, int] = {}
-        host = self.job.device.startswith("cpu")
-        users = Counter(id(target.storage) for target in self.targets)
-        for target in self.targets:
-            target.may_alias = (
-                target.may_alias
-                and host
-                and users[id(target.storage)] == 1
-                and all(
-                    allowed[id(expr.leaf.info.file)]
-                    for _, expr in target.pieces
-                    if isinstance(expr, Src) and isinstance(expr.leaf, FileLeaf)
-                )
-            )
-            moves = moves_of(target, direct=host, alias=aliases)
-            cost = read_cost(moves, type(reader), shared)
-            needed += cost.needed
-            read += cost.read
-            aliased += cost.aliased
-            staging = max(staging, cost.staging)
-            for _, expr, _ in target.checks:
-                check = expression_cost(expr, type(reader), shared)
-                needed, read = needed + check.needed, read + check.read
-                staging = max(staging, check.staging)
-            if target.storage.real is None and moves.alias is None:
-                storages[id(target.storage)] = target.storage.numel * target.storage.itemsize
-        owned = sum(storages.values()) if host else 0
+        costs = costs_of(self.targets, reader, self.job)
         opaque = sum(self.recorder.opaque_bytes.values())
-        parameters = sum(t.nbytes for t in self.targets if t.is_parameter)
-        return Costs(needed + opaque, read + opaque, aliased, parameters, owned + staging)
+        return costs._replace(needed=costs.needed + opaque, read=costs.read + opaque)
 
 
 def is_repacked(module: nn.Module) -> bool:
@@ -458,31 +392,6 @@ def _is_elsewhere(tensor: torch.Tensor, storage: Storage) -> bool:
     if tensor.device.type != "meta":
         return False
     return storage.keep is None or storage.keep._cdata != tensor.untyped_storage()._cdata
-
-
-def _leaves(expr: Expr) -> Iterator[tuple[str, str | None, Region | None]]:
-    """(tensor, file, region) of everything an expression is made of."""
-    for item in walk(expr):
-        if isinstance(item, Src):
-            file = item.leaf.info.file.name if isinstance(item.leaf, FileLeaf) else None
-            yield item.leaf.name, file, Region(item.view.offset, item.view.size, item.view.stride)
-        elif isinstance(item, Const) and item.source is not None:
-            yield item.source, None, None
-
-
-def _kind(expr: Expr) -> str:
-    if isinstance(expr, Src):
-        return "copy"
-    if isinstance(expr, Call) and expr.func is torch.ops.aten._to_copy.default:
-        inner = expr.args[0]
-        return "cast" if isinstance(inner, Src) else _kind(inner) if _decodes(inner) else "compute"
-    if _decodes(expr):
-        return "decode"
-    return "copy" if isinstance(expr, Const) else "compute"
-
-
-def _decodes(expr: Expr) -> bool:
-    return isinstance(expr, Call) and isinstance(expr.func, DecodeBlocks)
 
 
 def _list(names: list[str]) -> str:

@@ -1,0 +1,74 @@
+"""The rows of a plan: which elements of which tensor land where in a target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from loadkit.execution import Target
+from loadkit.load_plan import Region, Row
+from loadkit.tracing.blocks import DecodeBlocks
+from loadkit.tracing.program import Call, Const, Expr, Filled, Src, exactness, walk
+from loadkit.tracing.storage import FileLeaf
+from loadkit.tracing.view import View
+
+__all__ = ["rows_of"]
+
+
+def rows_of(target: Target) -> list[Row]:
+    """Every region of a target, and every tensor that is compared with it (tied weights)."""
+    name = target.names[0]
+    rows: list[Row] = []
+    for view, expr in target.pieces:
+        region = _within(target, view)
+        if isinstance(expr, Filled):
+            rows.append(Row(None, None, None, name, region, "exact", "fill"))
+        rows += _rows(expr, name, region, _kind(expr))
+    if len({row.tensor for row in rows if row.tensor is not None}) > 1:
+        rows = [replace(row, kind="fused") if row.kind == "copy" else row for row in rows]
+    for view, expr, _ in target.checks:
+        rows += _rows(expr, name, _within(target, view), "tied", "tied:verify")
+    return rows
+
+
+def _within(target: Target, view: View) -> Region:
+    return Region(view.offset - target.view.offset, view.size, view.stride)
+
+
+def _rows(
+    expr: Expr, parameter: str, region: Region, kind: str, reason: str | None = None
+) -> list[Row]:
+    """A row for everything an expression is made of."""
+    found = list(_leaves(expr))
+    word = exactness(expr) if found else "exact"
+    return [
+        Row(tensor, file, source, parameter, region, word, kind, reason)
+        for tensor, file, source in found
+    ]
+
+
+def _leaves(expr: Expr) -> Iterator[tuple[str, str | None, Region | None]]:
+    """(tensor, file, region) of everything an expression is made of."""
+    for item in walk(expr):
+        if isinstance(item, Src):
+            file = item.leaf.info.file.name if isinstance(item.leaf, FileLeaf) else None
+            yield item.leaf.name, file, Region(item.view.offset, item.view.size, item.view.stride)
+        elif isinstance(item, Const) and item.source is not None:
+            yield item.source, None, None
+
+
+def _kind(expr: Expr) -> str:
+    if isinstance(expr, Src):
+        return "copy"
+    if isinstance(expr, Call) and expr.func is torch.ops.aten._to_copy.default:
+        inner = expr.args[0]
+        return "cast" if isinstance(inner, Src) else _kind(inner) if _decodes(inner) else "compute"
+    if _decodes(expr):
+        return "decode"
+    return "copy" if isinstance(expr, Const) else "compute"
+
+
+def _decodes(expr: Expr) -> bool:
+    return isinstance(expr, Call) and isinstance(expr.func, DecodeBlocks)
