@@ -7,7 +7,7 @@ arithmetic, transposes: in bounded chunks). The plan counts exactly what the rea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -226,12 +226,16 @@ class Cost(NamedTuple):
     staging: int
 
 
-def read_cost(moves: Moves, reader: type[Reader], shared: set[int]) -> Cost:
-    """What moving a target costs. ``shared`` holds whole operations that are already counted."""
+Counted = set[Hashable]
+"""Whole operations that are computed already, and regions of files that are counted as needed."""
+
+
+def read_cost(moves: Moves, reader: type[Reader], shared: Counted) -> Cost:
+    """What moving a target costs, beside what ``shared`` says was counted before."""
     if moves.alias is not None:
         nbytes = moves.alias[2]
         return Cost(nbytes, nbytes, nbytes, 0)
-    needed = sum(s.rows * s.row_bytes for _, s in moves.strips)
+    needed = sum(_strip_needed(shared, leaf, strip) for leaf, strip in moves.strips)
     read = sum(reader.bytes_for(s.row_bytes, s.rows, s.source_stride) for _, s in moves.strips)
     staging = 0
     for view, expr in moves.computed:
@@ -243,13 +247,35 @@ def read_cost(moves: Moves, reader: type[Reader], shared: set[int]) -> Cost:
     return Cost(needed, read, 0, staging)
 
 
-def expression_cost(expr: Expr, reader: type[Reader], shared: set[int]) -> Cost:
-    """What evaluating an expression reads."""
+def _once(shared: Counted, key: Hashable) -> bool:
+    """Whether this is the first time."""
+    known = key in shared
+    shared.add(key)
+    return not known
+
+
+def _strip_needed(shared: Counted, leaf: FileLeaf, strip: Strip) -> int:
+    """Bytes of a strip of a file, if it is not counted yet."""
+    place = (id(leaf), *strip._replace(target=0, target_stride=0))
+    return strip.rows * strip.row_bytes if _once(shared, place) else 0
+
+
+def expression_cost(expr: Expr, reader: type[Reader], shared: Counted) -> Cost:
+    """What evaluating an expression reads: each region once, however often it stands there."""
     needed = read = staging = 0
+    fetched: set[tuple[int, View]] = set()
     for item in _walk_once(expr, shared):
         if isinstance(item, Src) and isinstance(item.leaf, FileLeaf):
+            region = (id(item.leaf), item.view)
+            if region in fetched:
+                continue
+            fetched.add(region)
             strips, _ = fetch_strips(item.view)
-            needed += sum(n for n in (item.view.itemsize * _distinct(item.view),))
+            distinct = item.view.itemsize * _distinct(item.view)
+            if distinct >= sum(s.rows * s.row_bytes for s in strips):
+                needed += sum(_strip_needed(shared, item.leaf, strip) for strip in strips)
+            elif _once(shared, region):  # read with gaps
+                needed += distinct
             read += sum(reader.bytes_for(s.row_bytes, s.rows, s.source_stride) for s in strips)
             if not reader.aliases:
                 staging += sum(s.rows * s.row_bytes for s in strips)
@@ -258,7 +284,7 @@ def expression_cost(expr: Expr, reader: type[Reader], shared: set[int]) -> Cost:
     return Cost(needed, read, 0, staging)
 
 
-def _walk_once(expr: Expr, shared: set[int]) -> Iterator[Expr]:
+def _walk_once(expr: Expr, shared: Counted) -> Iterator[Expr]:
     """Everything below an expression, whole operations that others share only once."""
     if isinstance(expr, Part) and expr.call.origin is not None:
         if id(expr.call.origin) in shared:

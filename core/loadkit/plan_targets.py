@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -234,7 +235,7 @@ class TargetFinder:
         )
 
     def _missing(self, name: str, missing: int, total: int) -> None:
-        files = len(set(self.recorder.files.values())) or len(self.job.loader.files)
+        files = self._file_count
         hint = self._near(name)
         if name.rsplit(".", 2)[-2:] == ["lm_head", "weight"] or name == "lm_head.weight":
             hint = "if head and embedding are one: hf_overrides={'tie_word_embeddings': True}"
@@ -244,6 +245,10 @@ class TargetFinder:
         else:
             text = f"{missing} of the {total} elements of {name} are written by no tensor"
             self._problem("PARTLY_WRITTEN", text, name, hint=hint)
+
+    @cached_property
+    def _file_count(self) -> int:
+        return len(set(self.recorder.files.values())) or len(self.job.loader.files)
 
     def _near(self, name: str) -> str | None:
         """Unplaced tensors of nearly that name. Few are looked at, and for few: it is dear."""

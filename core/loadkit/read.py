@@ -164,7 +164,7 @@ class _Run:
             for view, expr in moves.computed
             if id(expr) not in self.saved and reads_own_memory(target.storage, expr)
         ]
-        ready = [(view, evaluate(expr, self.fetch, self.cache).clone()) for view, expr in own]
+        ready = [(view, self._evaluate(expr).clone()) for view, expr in own]
         for view, value in ready:
             self.memory.view(target, view).copy_(value)
         for view, expr in moves.computed:
@@ -186,16 +186,16 @@ class _Run:
             for _, expr in moves.computed:
                 used = {_memory_of(c.tensor) for c in walk(expr) if isinstance(c, Const)} & live
                 if used - mine or (used and mixed):
-                    self.saved[id(expr)] = evaluate(expr, self.fetch, self.cache).clone()
+                    self.saved[id(expr)] = self._evaluate(expr).clone()
 
     def _store(self, target: Target, into: torch.Tensor, expr: Expr) -> None:
         cast_from = _cast_source(expr)
         source = expr if cast_from is None else cast_from
         if _decodes_into(source, into):
             encoding = source.func.encoding
-            encoding.decode_into(evaluate(source.args[0], self.fetch, self.cache), into)
+            encoding.decode_into(self._evaluate(source.args[0]), into)
             return
-        value = evaluate(source, self.fetch, self.cache)
+        value = self._evaluate(source)
         into.copy_(value)
         if cast_from is not None and _may_overflow(value.dtype, into.dtype):
             if _all_finite(into):
@@ -205,6 +205,18 @@ class _Run:
                 name = next((s.leaf.name for s in _sources(expr)), target.names[0])
                 if name not in self.result.overflows:
                     self.result.overflows.append(name)
+
+    def _evaluate(self, expr: Expr) -> torch.Tensor:
+        """An expression's value; a region of a file that stands in it twice is read once."""
+        recent: dict[tuple[int, View], torch.Tensor] = {}
+
+        def fetch(src: Src) -> torch.Tensor:
+            key = (id(src.leaf), src.view)
+            if key not in recent:
+                recent[key] = self.fetch(src)
+            return recent[key].view(src.dtype)
+
+        return evaluate(expr, fetch, self.cache)
 
     def fetch(self, src: Src) -> torch.Tensor:
         """A leaf's region: a view of the mapping, or dense memory of its own."""
@@ -238,7 +250,7 @@ class _Run:
         for view, expr, tensor in target.checks:
             for part_view, part in chunks(view, expr):
                 mine = self.memory.view(target, part_view)
-                other = evaluate(part, self.fetch, self.cache).to(mine.device)
+                other = self._evaluate(part).to(mine.device)
                 if not _same_bits(mine, other):
                     raise ModelError(
                         f"the model ties {' and '.join(target.names)}, and the checkpoint holds "

@@ -3,165 +3,130 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from helpers.traced import Checkpoint, LoadWeights, Weights, codes, each, model_class, words
+from helpers.traced import Cases, Weights, check_line
 from loadkit.weight_loaders import composed_weight_loader, default_weight_loader
 
 Tensor = torch.Tensor
 W = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
 V = torch.randn(6, 4, generator=torch.Generator().manual_seed(2))
-P = {"p": torch.zeros(6, 4)}
 PQ = {"p": torch.zeros(6, 4), "q": torch.zeros(6, 4)}
-
-
-class Case(NamedTuple):
-    load: LoadWeights
-    params: dict[str, Tensor] = P
-    weights: dict[str, Tensor] = {"w": W}
-    exact: str = "exact"
-    init: Callable[[nn.Module], None] | None = None
-
-
-def into_p(place: Callable[[Tensor, Tensor], Any]) -> LoadWeights:
-    """A loader for models with one parameter p and one tensor."""
-    return each(lambda model, name, w: place(model.p, w))  # type: ignore[arg-type]
-
-
-def gathered(place: Callable[[nn.Module, dict[str, Tensor]], Any]) -> LoadWeights:
-    """A loader that first collects every tensor."""
-    return lambda model, weights: place(model, dict(weights))
-
-
-CASES: dict[str, Case] = {}
-
-
-def case(**rest: Any) -> Callable[[LoadWeights], LoadWeights]:
-    def add(load: LoadWeights) -> LoadWeights:
-        CASES[load.__name__] = Case(load, **rest)
-        return load
-
-    return add
-
-
-def case_p(**rest: Any) -> Callable[[Callable[[Tensor, Tensor], Any]], None]:
-    def add(place: Callable[[Tensor, Tensor], Any]) -> None:
-        CASES[place.__name__] = Case(into_p(place), **rest)
-
-    return add
+CASES = Cases(W)
 
 
 # ------------------------------------------------------------ the names the project asks for
 
 
-@case_p()
-def composed_loader(p: Tensor, w: Tensor) -> None:
+@CASES.one()
+def composed_loader(p: Any, w: Tensor) -> None:
     composed_weight_loader(default_weight_loader, lambda x: -x * 2)(p, w)
 
 
-@case_p()
-def composed_loader_with_exp(p: Tensor, w: Tensor) -> None:
+@CASES.one()
+def composed_loader_with_exp(p: Any, w: Tensor) -> None:
     composed_weight_loader(default_weight_loader, lambda x: -torch.exp(x.float()))(p, w)
 
 
-@case_p()
-def temp_buffer_then_copy(p: Tensor, w: Tensor) -> None:
+@CASES.one()
+def temp_buffer_then_copy(p: Any, w: Tensor) -> None:
     temp = torch.empty_like(p.data)
     temp[:3].copy_(w[3:])
     temp[3:] = w[:3]
     p.data.copy_(temp)
 
 
-@case_p()
-def temp_buffer_of_zeros(p: Tensor, w: Tensor) -> None:
+@CASES.one()
+def temp_buffer_of_zeros(p: Any, w: Tensor) -> None:
     temp = torch.zeros(6, 8)
     temp[:, 2:6] = w
     p.data.copy_(temp[:, 1:5])
 
 
-@case_p()
-def fill_with_an_item(p: Tensor, w: Tensor) -> None:
+@CASES.one()
+def fill_with_an_item(p: Any, w: Tensor) -> None:
     p.data.fill_(w[2, 1].item())
 
 
-@case_p()
-def added_to_a_parameter(p: Tensor, w: Tensor) -> None:
+@CASES.one()
+def added_to_a_parameter(p: Any, w: Tensor) -> None:
     p.data.copy_(w)
     p.data += w
     p.data[1:3] += 1
 
 
-@case_p()
-def in_place_on_a_view_of_a_lazy(p: Tensor, w: Tensor) -> None:
+@CASES.one()
+def in_place_on_a_view_of_a_lazy(p: Any, w: Tensor) -> None:
     w[1:3].mul_(2)
     w.view(-1)[0] = 7
     p.data.copy_(w)
 
 
-@case_p()
-def index_put_rows(p: Tensor, w: Tensor) -> None:
+@CASES.one()
+def index_put_rows(p: Any, w: Tensor) -> None:
     p.data[torch.tensor([5, 0, 1, 2, 4, 3])] = w
 
 
-@case_p(exact="whole")
-def index_put_mask(p: Tensor, w: Tensor) -> None:
+@CASES.one(exact="whole")
+def index_put_mask(p: Any, w: Tensor) -> None:
     mask = torch.arange(24).view(6, 4) % 2 == 0
     p.data[mask] = w[mask]
     p.data[~mask] = -1
 
 
-@case_p(exact="whole")
-def index_put_two_dimensions(p: Tensor, w: Tensor) -> None:
+@CASES.one(exact="whole")
+def index_put_two_dimensions(p: Any, w: Tensor) -> None:
     p.data.zero_()
     p.data[torch.tensor([0, 2]), torch.tensor([1, 3])] = w[0, :2]
 
 
-@case_p()
-def data_assigned(p: Tensor, w: Tensor) -> None:
+@CASES.one()
+def data_assigned(p: Any, w: Tensor) -> None:
     p.data = w
 
 
-@case_p()
-def data_assigned_then_changed_through_both(p: Tensor, w: Tensor) -> None:
+@CASES.one()
+def data_assigned_then_changed_through_both(p: Any, w: Tensor) -> None:
     p.data = w
     w[0].fill_(3)
     p.data[1].mul_(2)
     w[2].copy_(p.data[1])
 
 
-@case_p(params={"p": torch.zeros(3, 4)}, exact="exact")
-def data_assigned_to_a_part(p: Tensor, w: Tensor) -> None:
+@CASES.one(params={"p": torch.zeros(3, 4)}, exact="exact")
+def data_assigned_to_a_part(p: Any, w: Tensor) -> None:
     p.data = w[2:5]
 
 
-@case_p(params={"p": torch.zeros(4, 6)})
-def data_assigned_transposed(p: Tensor, w: Tensor) -> None:
+@CASES.one(params={"p": torch.zeros(4, 6)})
+def data_assigned_transposed(p: Any, w: Tensor) -> None:
     p.data = w.t()
     p.data[0] = 5
 
 
-@case_p(weights={"w": W.to(torch.bfloat16)}, params={"p": torch.zeros(6, 4, dtype=torch.bfloat16)})
-def data_assigned_from_a_cast(p: Tensor, w: Tensor) -> None:
+@CASES.one(
+    weights={"w": W.to(torch.bfloat16)}, params={"p": torch.zeros(6, 4, dtype=torch.bfloat16)}
+)
+def data_assigned_from_a_cast(p: Any, w: Tensor) -> None:
     p.data = w.float() * 2
 
 
-@case_p()
-def data_assigned_from_a_real_tensor(p: Tensor, w: Tensor) -> None:
+@CASES.one()
+def data_assigned_from_a_real_tensor(p: Any, w: Tensor) -> None:
     buffer = torch.tensor([[1.0, 2.0, 3.0, 4.0]]).repeat(6, 1)
     p.data = buffer
     buffer[0] = 9
     p.data[1:3].copy_(w[1:3])
 
 
-@case(params=PQ)
-def two_threads(model: nn.Module, weights: Weights) -> None:
+@CASES.model(params=PQ)
+def two_threads(model: Any, weights: Weights) -> None:
     w = dict(weights)["w"]
 
     def copy(param: Tensor, factor: int) -> None:
@@ -178,11 +143,11 @@ def two_threads(model: nn.Module, weights: Weights) -> None:
         thread.join()
 
 
-@case(params=PQ)
-def a_thread_pool(model: nn.Module, weights: Weights) -> None:
+@CASES.model(params=PQ)
+def a_thread_pool(model: Any, weights: Weights) -> None:
     with ThreadPoolExecutor(2) as pool:
         jobs = [
-            pool.submit(param.data.copy_, w[i * 0 : 6])  # type: ignore[union-attr,operator]
+            pool.submit(param.data.copy_, w[i * 0 : 6])
             for _, w in weights
             for i, param in enumerate((model.p, model.q))
         ]
@@ -195,75 +160,75 @@ OLD_POOL = ThreadPoolExecutor(1)
 OLD_POOL.submit(lambda: None).result()
 
 
-@case(params=PQ)
-def a_thread_pool_that_was_there_before(model: nn.Module, weights: Weights) -> None:
+@CASES.model(params=PQ)
+def a_thread_pool_that_was_there_before(model: Any, weights: Weights) -> None:
     for _, w in weights:
-        OLD_POOL.submit(model.p.data.copy_, w).result()  # type: ignore[union-attr,operator]
-    OLD_POOL.submit(model.p.data[2:].fill_, 0).result()  # type: ignore[index,union-attr]
-    OLD_POOL.submit(model.q.data.copy_, model.p.data).result()  # type: ignore[union-attr,operator]
+        OLD_POOL.submit(model.p.data.copy_, w).result()
+    OLD_POOL.submit(model.p.data[2:].fill_, 0).result()
+    OLD_POOL.submit(model.q.data.copy_, model.p.data).result()
 
 
-@case_p(weights={"w": W[:5]})
-def padding_filled(p: Tensor, w: Tensor) -> None:
+@CASES.one(weights={"w": W[:5]})
+def padding_filled(p: Any, w: Tensor) -> None:
     p.data[: len(w)].copy_(w)
     p.data[len(w) :].fill_(0)
 
 
-@case_p(weights={"w": W[:5, :3]})
-def padded_by_a_function(p: Tensor, w: Tensor) -> None:
+@CASES.one(weights={"w": W[:5, :3]})
+def padded_by_a_function(p: Any, w: Tensor) -> None:
     p.data.copy_(nn.functional.pad(w, (0, 1, 0, 1), value=-float("inf")))
 
 
 # ------------------------------------------------------------ parameters as sources
 
 
-@case(params=PQ)
-def parameter_to_parameter(model: nn.Module, weights: Weights) -> None:
+@CASES.model(params=PQ)
+def parameter_to_parameter(model: Any, weights: Weights) -> None:
     for _, w in weights:
-        model.p.data.copy_(w)  # type: ignore[union-attr,operator]
-    model.q.data.copy_(model.p.data.flip(0))  # type: ignore[union-attr,operator]
-    model.p.data.fill_(4)  # type: ignore[union-attr,operator]
-    model.p.data[1] = model.q.data[2]  # type: ignore[union-attr,index]
+        model.p.data.copy_(w)
+    model.q.data.copy_(model.p.data.flip(0))
+    model.p.data.fill_(4)
+    model.p.data[1] = model.q.data[2]
 
 
-@case(params=PQ, weights={"w": W, "v": V})
-def later_writes_win(model: nn.Module, weights: Weights) -> None:
+@CASES.model(params=PQ, weights={"w": W, "v": V})
+def later_writes_win(model: Any, weights: Weights) -> None:
     got = dict(weights)
-    model.p.data.fill_(1)  # type: ignore[union-attr,operator]
-    model.p.data[:4].copy_(got["w"][:4])  # type: ignore[index]
-    model.p.data[4:].zero_()  # type: ignore[index]
-    model.q.data[1:].copy_(got["v"][1:])  # type: ignore[index]
-    model.q.data[0] = model.p.data[0]  # type: ignore[index]
+    model.p.data.fill_(1)
+    model.p.data[:4].copy_(got["w"][:4])
+    model.p.data[4:].zero_()
+    model.q.data[1:].copy_(got["v"][1:])
+    model.q.data[0] = model.p.data[0]
 
 
-@case_p()
-def writes_without_data_under_no_grad(p: Tensor, w: Tensor) -> None:
+@CASES.one()
+def writes_without_data_under_no_grad(p: Any, w: Tensor) -> None:
     with torch.no_grad():
         p.copy_(w)
         p[2:].add_(1)
 
 
-@case_p()
-def writes_in_inference_mode(p: Tensor, w: Tensor) -> None:
+@CASES.one()
+def writes_in_inference_mode(p: Any, w: Tensor) -> None:
     with torch.inference_mode():
         p.data.copy_(w * 2)
         p.detach()[0].fill_(1)
 
 
-@case_p()
-def writes_with_grad_enabled(p: Tensor, w: Tensor) -> None:
+@CASES.one()
+def writes_with_grad_enabled(p: Any, w: Tensor) -> None:
     with torch.enable_grad():
         p.data.copy_(w.requires_grad_(False) + 1)
         p.detach().mul_(2)
 
 
-@case()
-def state_dict(model: nn.Module, weights: Weights) -> None:
+@CASES.model()
+def state_dict(model: Any, weights: Weights) -> None:
     model.load_state_dict(dict.fromkeys(["p"], next(iter(weights))[1]))
 
 
-@case_p()
-def list_of_tensors_at_once(p: Tensor, w: Tensor) -> None:
+@CASES.one()
+def list_of_tensors_at_once(p: Any, w: Tensor) -> None:
     rows = list(p.data.unbind(0))
     torch._foreach_copy_(rows, list(w.unbind(0)))
     torch._foreach_mul_(rows[:2], 3.0)
@@ -271,27 +236,27 @@ def list_of_tensors_at_once(p: Tensor, w: Tensor) -> None:
     torch._foreach_zero_(rows[5:])
 
 
-@case_p()
-def results_given_to_out(p: Tensor, w: Tensor) -> None:
+@CASES.one()
+def results_given_to_out(p: Any, w: Tensor) -> None:
     torch.add(w, 1, out=p.data)
     torch.mul(w[:2], 2, out=p.data[:2])
     torch.cat([w[:1], w[1:2]], out=p.data[3:5])
 
 
-@case_p(weights={"w": W[0]})
-def broadcast_copy(p: Tensor, w: Tensor) -> None:
+@CASES.one(weights={"w": W[0]})
+def broadcast_copy(p: Any, w: Tensor) -> None:
     p.data.copy_(w, non_blocking=True)
     p.data[:, 1:2] = w[2]
 
 
-@case_p()
-def where_with_numbers(p: Tensor, w: Tensor) -> None:
+@CASES.one()
+def where_with_numbers(p: Any, w: Tensor) -> None:
     p.data.copy_(torch.where(w > 0, w, 0.0))
     p.data[1:] = torch.where(w[1:] > 0, 1.5, w[1:])
 
 
-@case_p(weights={"w": torch.tensor(3, dtype=torch.int8)})
-def zero_d_promotion(p: Tensor, w: Tensor) -> None:
+@CASES.one(weights={"w": torch.tensor(3, dtype=torch.int8)})
+def zero_d_promotion(p: Any, w: Tensor) -> None:
     p.data.fill_(1.5)
     p.data.mul_(w)
     p.data[0] = torch.tensor([2], dtype=torch.uint8) * w
@@ -299,8 +264,8 @@ def zero_d_promotion(p: Tensor, w: Tensor) -> None:
     p.data[2] = torch.tensor([300], dtype=torch.int16) + w
 
 
-@case_p()
-def branches_on_data(p: Tensor, w: Tensor) -> None:
+@CASES.one()
+def branches_on_data(p: Any, w: Tensor) -> None:
     p.data.copy_(w)
     if bool((w[0] == 0).all()):
         p.data.fill_(1)
@@ -310,53 +275,52 @@ def branches_on_data(p: Tensor, w: Tensor) -> None:
         del row
 
 
-@case_p(exact="whole")
-def masks_of_data(p: Tensor, w: Tensor) -> None:
+@CASES.one(exact="whole")
+def masks_of_data(p: Any, w: Tensor) -> None:
     p.data.copy_(w)
     p.data.masked_fill_(w > 0, 2)
     p.data.masked_fill_(w < -1, w[0, 0])
     p.data[p.data == 2] = 5
 
 
-@case_p()
-def bits_reinterpreted(p: Tensor, w: Tensor) -> None:
+@CASES.one()
+def bits_reinterpreted(p: Any, w: Tensor) -> None:
     p.data.view(torch.int32).copy_(w.view(torch.int32))
     p.data.view(torch.int32)[0] = w.view(torch.int32)[0] & 0x7FFFFFFF
 
 
-@case_p(exact="whole")
-def bytes_reinterpreted(p: Tensor, w: Tensor) -> None:
+@CASES.one(exact="whole")
+def bytes_reinterpreted(p: Any, w: Tensor) -> None:
     p.data.copy_(w)
     p.data.view(torch.uint8)[:, 3] = w.view(torch.uint8)[:, 7]
 
 
-@case(params=PQ)
-def tied_parameters(model: nn.Module, weights: Weights) -> None:
+@CASES.model(params=PQ)
+def tied_parameters(model: Any, weights: Weights) -> None:
     model.q = model.p
     for _, w in weights:
-        model.p.data.copy_(w)  # type: ignore[union-attr,operator]
+        model.p.data.copy_(w)
 
 
-@case(
-    params=P,
+@CASES.model(
     weights={"w": W[:3], "v": V[:3]},
-    init=lambda m: nn.init.normal_(m.p),  # type: ignore[arg-type,func-returns-value]
+    init=lambda m: nn.init.normal_(m.p),
 )
-def made_of_two(model: nn.Module, weights: Weights) -> None:
+def made_of_two(model: Any, weights: Weights) -> None:
     got = dict(weights)
-    model.p.data.copy_(torch.cat([got["w"], got["v"] * 2]))  # type: ignore[union-attr,operator]
+    model.p.data.copy_(torch.cat([got["w"], got["v"] * 2]))
 
 
-@case_p()
-def real_tensors_copied(p: Tensor, w: Tensor) -> None:
+@CASES.one()
+def real_tensors_copied(p: Any, w: Tensor) -> None:
     p.data.copy_(torch.arange(24).view(6, 4))
     p.data[1].copy_(torch.ones(4))
     p.data[2] = torch.tensor([1.0, 2.0, 3.0, 4.0])
     p.data[3:].copy_(w[3:])
 
 
-@case_p()
-def a_real_scratch_buffer_used_again(p: Tensor, w: Tensor) -> None:
+@CASES.one()
+def a_real_scratch_buffer_used_again(p: Any, w: Tensor) -> None:
     scratch = torch.tensor([0.0, 0.0, 0.0, 0.0])
     for i in range(3):
         scratch += i + 1
@@ -368,8 +332,8 @@ def a_real_scratch_buffer_used_again(p: Tensor, w: Tensor) -> None:
     p.data[4:].copy_(w[4:])
 
 
-@case_p()
-def a_real_buffer_that_takes_lazies(p: Tensor, w: Tensor) -> None:
+@CASES.one()
+def a_real_buffer_that_takes_lazies(p: Any, w: Tensor) -> None:
     buffer = torch.arange(24.0).view(6, 4)
     buffer[:3].copy_(w[:3])
     p.data.copy_(buffer)
@@ -377,19 +341,18 @@ def a_real_buffer_that_takes_lazies(p: Tensor, w: Tensor) -> None:
     p.data[5] = buffer[0]
 
 
-@case(
+@CASES.model(
     init=lambda m: m.register_buffer("b", torch.arange(6.0)),
-    params=P,
 )
-def buffers_written(model: nn.Module, weights: Weights) -> None:
+def buffers_written(model: Any, weights: Weights) -> None:
     for _, w in weights:
-        model.p.data.copy_(w)  # type: ignore[union-attr,operator]
-        model.b[:4].copy_(w[0])  # type: ignore[index]
-        model.b[5] = 9  # type: ignore[index]
+        model.p.data.copy_(w)
+        model.b[:4].copy_(w[0])
+        model.b[5] = 9
 
 
-@case_p()
-def deepcopied(p: Tensor, w: Tensor) -> None:
+@CASES.one()
+def deepcopied(p: Any, w: Tensor) -> None:
     import copy
 
     mine = copy.deepcopy(w)
@@ -398,69 +361,69 @@ def deepcopied(p: Tensor, w: Tensor) -> None:
     p.data[0] = copy.deepcopy(p.data)[1]
 
 
-@case_p(weights={"w": torch.randn(6, 0)}, params={"p": torch.zeros(6, 0)})
-def no_elements(p: Tensor, w: Tensor) -> None:
+@CASES.one(weights={"w": torch.randn(6, 0)}, params={"p": torch.zeros(6, 0)})
+def no_elements(p: Any, w: Tensor) -> None:
     p.data.copy_(w * 2)
 
 
-@case_p(weights={"w": torch.tensor(2.5)}, params={"p": torch.zeros(())})
-def no_dimensions(p: Tensor, w: Tensor) -> None:
+@CASES.one(weights={"w": torch.tensor(2.5)}, params={"p": torch.zeros(())})
+def no_dimensions(p: Any, w: Tensor) -> None:
     p.data.copy_(w)
     p.data.mul_(w)
 
 
-@case_p(weights={"w": torch.randn(1, 1, 6)}, params={"p": torch.zeros(6, 1, 1)})
-def size_one_dimensions(p: Tensor, w: Tensor) -> None:
+@CASES.one(weights={"w": torch.randn(1, 1, 6)}, params={"p": torch.zeros(6, 1, 1)})
+def size_one_dimensions(p: Any, w: Tensor) -> None:
     p.data.copy_(w.permute(2, 1, 0).as_strided((6, 1, 1), (1, 77, 99)))
     p.data[1:, :, 0] = w[0, 0, :5].unsqueeze(1)
 
 
-@case_p(
+@CASES.one(
     weights={"w": torch.arange(8, dtype=torch.uint8).view(torch.float8_e4m3fn).view(2, 4)},
     params={"p": torch.zeros(4, 4, dtype=torch.float8_e4m3fn)},
 )
-def float8(p: Tensor, w: Tensor) -> None:
+def float8(p: Any, w: Tensor) -> None:
     p.data.zero_()
     p.data[:2].copy_(w)
     p.data[3].copy_(w[0].float() * 2)
     p.data[2].fill_(0.5)
 
 
-@case_p(
+@CASES.one(
     weights={"w": torch.randn(4, dtype=torch.complex64)},
     params={"p": torch.zeros(4, dtype=torch.complex64)},
 )
-def complex_numbers(p: Tensor, w: Tensor) -> None:
+def complex_numbers(p: Any, w: Tensor) -> None:
     p.data.copy_(w.conj())
     torch.view_as_real(p.data)[0].copy_(torch.view_as_real(w)[1])
     p.data[2] = w[2].conj() * 2
     p.data[3] = w[3].imag
 
 
-@case_p(
+@CASES.one(
     weights={"w": torch.tensor([True, False, True])}, params={"p": torch.zeros(5, dtype=torch.bool)}
 )
-def booleans(p: Tensor, w: Tensor) -> None:
+def booleans(p: Any, w: Tensor) -> None:
     p.data.fill_(True)
     p.data[1:4].copy_(~w)
     p.data[4] = w.any()
 
 
-@case_p()
-def stepped_slices(p: Tensor, w: Tensor) -> None:
+@CASES.one()
+def stepped_slices(p: Any, w: Tensor) -> None:
     p.data[::2].copy_(w[1::2])
     p.data[1::2, ::2] = w[::2, 1::2]
     p.data[1::2, 1::2] = w[::2, ::2]
 
 
-@case_p(params={"p": torch.zeros(2, 3, 4)})
-def gate_and_up_interleaved(p: Tensor, w: Tensor) -> None:
+@CASES.one(params={"p": torch.zeros(2, 3, 4)})
+def gate_and_up_interleaved(p: Any, w: Tensor) -> None:
     p.data[0].copy_(w[0::2])
     p.data[1].copy_(w[1::2])
 
 
-@case_p()
-def numbers_assigned(p: Tensor, w: Tensor) -> None:
+@CASES.one()
+def numbers_assigned(p: Any, w: Tensor) -> None:
     p.data[:] = torch.tensor(3, device=p.device)
     p.data[1:] = 2.5
     p.data[1, 1] = 1
@@ -470,16 +433,16 @@ def numbers_assigned(p: Tensor, w: Tensor) -> None:
     p.data[2] = p.data[[1]][0] * torch.as_tensor([1.0, 2, 3, 4], device=p.device)
 
 
-@case_p()
-def factories_on_many_devices(p: Tensor, w: Tensor) -> None:
+@CASES.one()
+def factories_on_many_devices(p: Any, w: Tensor) -> None:
     p.data.copy_(torch.zeros_like(p.data) + w.to(p.device))
     p.data[0] = torch.full((4,), 2.0, device=p.device)
     p.data[1] = p.data.new_ones(4) * w.new_full((4,), 3.0)
     p.data[2] = torch.empty_like(w[0]).copy_(w[0])
 
 
-@case_p()
-def resized_views_of_meta(p: Tensor, w: Tensor) -> None:
+@CASES.one()
+def resized_views_of_meta(p: Any, w: Tensor) -> None:
     view = p.data
     view.t_()
     view.copy_(w.t())
@@ -487,8 +450,8 @@ def resized_views_of_meta(p: Tensor, w: Tensor) -> None:
     view[0, 0].fill_(2)
 
 
-@case_p()
-def a_custom_operator(p: Tensor, w: Tensor) -> None:
+@CASES.one()
+def a_custom_operator(p: Any, w: Tensor) -> None:
     p.data.copy_(torch.ops.loadkit_test.twice(w))
 
 
@@ -502,28 +465,9 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-@case_p()
-def a_scripted_function(p: Tensor, w: Tensor) -> None:
+@CASES.one()
+def a_scripted_function(p: Any, w: Tensor) -> None:
     p.data.copy_(w.chunk(2)[0].repeat(2, 1).softmax(-1))
-
-
-def native(case: Case) -> nn.Module:
-    """The same loader on real tensors; parameters hold garbage before."""
-    model = model_class(case.params, case.load, case.init)(config=None)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.data.copy_(torch.full(param.shape, 0.875).to(param.dtype))
-        model.load_weights((n, w.clone()) for n, w in case.weights.items())  # type: ignore[operator]
-    return model
-
-
-def equal(a: Tensor, b: Tensor) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    if not a.numel():
-        return True
-    flat = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
-    return torch.equal(*flat)
 
 
 @pytest.mark.parametrize("reader", ["pread", "mmap"])
@@ -531,16 +475,4 @@ def equal(a: Tensor, b: Tensor) -> bool:
 def test_the_line_gives_what_the_same_code_gives_on_real_tensors(
     tmp_path: Path, name: str, reader: str
 ) -> None:
-    case = CASES[name]
-    real = native(case)
-    made = Checkpoint(tmp_path, case.weights, case.params, case.load, case.init)
-    result = made.load(reader)
-    state = real.state_dict()
-    assert list(result.model.state_dict()) == list(state)
-    for key, value in result.model.state_dict().items():
-        assert equal(value, state[key]), (key, value, state[key])
-    found = words(result.plan)
-    read = {note.tensor: "exact" for note in result.plan.notes if note.code == "DATA_READ"}
-    assert {(read | found)[key] for key in case.weights} == {case.exact}
-    assert result.report.bytes_read == result.plan.bytes_to_read
-    assert not codes(result.plan)
+    check_line(CASES[name], tmp_path, reader)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -86,3 +86,83 @@ def codes(plan: LoadPlan) -> list[str]:
 def words(plan: LoadPlan) -> dict[str, str]:
     """How exactly each tensor is read."""
     return {row.tensor: row.exact for row in plan.rows if row.tensor}
+
+
+# ------------------------------------------------------------ loaders, run both ways
+
+
+class Case(NamedTuple):
+    """A loader, the parameters and tensors it is run with, and how exactly these are read."""
+
+    load: LoadWeights
+    params: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor]
+    exact: str = "exact"
+    init: Init | None = None
+
+
+class Cases(dict[str, Case]):
+    """Loaders by name; by default one parameter ``p`` like the one tensor ``w``."""
+
+    def __init__(self, w: Tensor) -> None:
+        super().__init__()
+        self.w = w
+
+    def model(self, **rest: Any) -> Callable[[LoadWeights], LoadWeights]:
+        """Add a loader ``(model, weights)``."""
+
+        def add(load: LoadWeights) -> LoadWeights:
+            self[load.__name__] = self._case(load, rest)
+            return load
+
+        return add
+
+    def one(self, **rest: Any) -> Callable[[Callable[[Any, Tensor], Any]], None]:
+        """Add a loader ``(p, w)``."""
+
+        def add(place: Callable[[Any, Tensor], Any]) -> None:
+            load = each(lambda model, name, w: place(model.p, w))
+            self[place.__name__] = self._case(load, rest)
+
+        return add
+
+    def _case(self, load: LoadWeights, rest: dict[str, Any]) -> Case:
+        default = {"params": {"p": torch.zeros_like(self.w)}, "weights": {"w": self.w}}
+        return Case(load, **(default | rest))
+
+
+def native(case: Case) -> nn.Module:
+    """The same loader on real tensors; parameters hold garbage before."""
+    model = model_class(case.params, case.load, case.init)(config=None)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.data.copy_(torch.full(param.shape, 0.875).to(param.dtype))
+        model.load_weights((n, w.clone()) for n, w in case.weights.items())  # type: ignore[operator]
+    return model
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if not a.numel():
+        return True
+    first, second = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(first, second)
+
+
+def check_line(case: Case, folder: Path, reader: str) -> LoadResult:
+    """The whole line gives what the same code gives on real tensors, and counts its bytes."""
+    real = native(case)
+    made = Checkpoint(folder, case.weights, case.params, case.load, case.init)
+    result = made.load(reader)
+    state = real.state_dict()
+    assert list(result.model.state_dict()) == list(state)
+    for key, value in result.model.state_dict().items():
+        assert equal(value, state[key]), (key, value, state[key])
+    read = {note.tensor: "exact" for note in result.plan.notes if note.code == "DATA_READ"}
+    found = read | words(result.plan)
+    assert {found[key] for key in case.weights} == {case.exact}
+    assert result.report.bytes_read == result.plan.bytes_to_read
+    assert result.report.bytes_needed == result.plan.bytes_needed
+    return result
