@@ -47,7 +47,9 @@ class Variant:
 class Benchmark:
     """Variants of one race. ``base`` is the variant that ratios are taken to.
 
-    ``files`` are warmed (or, if ``cold``, dropped from the page cache) before every run.
+    ``files`` are warmed (or, if ``cold``, dropped from the page cache) before every run. ``end`` is
+    the column that ratios are of: *touched* unless it is given (or the first). ``most`` is how
+    often it is run at most.
     """
 
     name: str
@@ -56,6 +58,8 @@ class Benchmark:
     files: Sequence[Path] = ()
     cold: bool = False
     columns: Sequence[str] = ("returned_s", "touched_s", "cpu_s", "anon_mib", "rss_mib", "disk_gib")
+    end: str | None = None
+    most: int | None = None
 
 
 def run_benchmark(benchmark: Benchmark, runs: int, timeout: float = 900.0) -> Figures:
@@ -65,6 +69,7 @@ def run_benchmark(benchmark: Benchmark, runs: int, timeout: float = 900.0) -> Fi
         ``name``, ``cold``, ``runs``, ``base``, ``columns``, and ``variants``: for each its
         ``median`` figures and all ``runs``. A variant that failed has ``error``.
     """
+    runs = min(runs, benchmark.most or runs)
     seen: dict[str, list[Figures]] = {variant.name: [] for variant in benchmark.variants}
     failed: dict[str, str] = {}
     for _ in range(runs):
@@ -85,6 +90,7 @@ def run_benchmark(benchmark: Benchmark, runs: int, timeout: float = 900.0) -> Fi
         "runs": runs,
         "base": benchmark.base,
         "columns": list(benchmark.columns),
+        "end": benchmark.end,
         "variants": rows,
     }
 
@@ -159,7 +165,7 @@ def machine() -> Figures:
 def table(result: Figures) -> str:
     """One benchmark as a Markdown table; ratios are of the *touched* end (or *returned*)."""
     columns = list(result["columns"])
-    end = "touched_s" if "touched_s" in columns else columns[0]
+    end = result.get("end") or ("touched_s" if "touched_s" in columns else columns[0])
     base = result["variants"].get(result["base"], {}).get("median", {}).get(end)
     state = "cold" if result["cold"] else "warm"
     lines = [

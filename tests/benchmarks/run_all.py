@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import dense as dense_variants
-from benchmarks import generate, gguf_decode
+from benchmarks import generate, gguf_decode, gguf_packed
 from benchmarks.harness import Benchmark, Figures, Variant, machine, run_benchmark, table
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -84,12 +84,40 @@ def gguf_header(small: bool, cold: bool) -> Benchmark:
     )
 
 
+def packed(small: bool, cold: bool) -> Benchmark:
+    """A GGUF load that keeps blocks packed, against reading the file once."""
+    path = gguf_packed.smollm2()
+    return Benchmark(
+        "gguf-packed",
+        gguf_packed.packed_variants(path),
+        base="reading the file once",
+        files=[path],
+        columns=("cpu_s", "returned_s", "touched_s", "anon_mib", "read_gib", "gib"),
+    )
+
+
+def gguf_load(small: bool, cold: bool) -> Benchmark:
+    """SmolLM2 from its GGUF file to a ready model in bfloat16: CPU seconds besides imports."""
+    path = gguf_packed.smollm2()
+    return Benchmark(
+        "gguf-load",
+        gguf_packed.load_variants(path),
+        base="transformers",
+        files=[path],
+        columns=("cpu_s", "returned_s", "anon_mib", "gib"),
+        end="cpu_s",
+        most=1 if small else 3,
+    )
+
+
 BENCHMARKS: dict[str, Callable[[bool, bool], Benchmark]] = {
     "dense": dense,
     "trace": trace,
     "plan": plan,
     "gguf-decode": gguf_types,
     "gguf-header": gguf_header,
+    "gguf-packed": packed,
+    "gguf-load": gguf_load,
 }
 
 
