@@ -25,7 +25,8 @@ from loadkit.text import printable
 from loadkit.tracing.lazy_tensor import LazyTensor
 from loadkit.tracing.leaks import adopt, leaked_names, settle, stale
 from loadkit.tracing.program import Call
-from loadkit.tracing.recorder import Recorder, read_now
+from loadkit.tracing.reading import read_now
+from loadkit.tracing.recorder import Recorder
 from loadkit.tracing.storage import FileLeaf
 
 if TYPE_CHECKING:
@@ -108,7 +109,11 @@ def make_plan(job: Job, built: Built) -> Planned:
             log.info("traced again with real data: %s", "; ".join(map(printable, sorted(names))))
             opaque |= names
         except Exception as error:  # noqa: BLE001  # anybody's loader code; it becomes a problem
-            problem = _problem(error, built.recorder.current)
+            current = built.recorder.current
+            if current is not None and current not in opaque and _needs_real_data(error):
+                opaque.add(current)
+                continue
+            problem = _problem(error, current)
             name = problem.tensor
             if name is None or name in failed:
                 general.append(problem)
@@ -124,6 +129,15 @@ def make_plan(job: Job, built: Built) -> Planned:
     else:
         general.append(Problem("TOO_MANY_PROBLEMS", f"gave up looking after {MAX_ATTEMPTS} traces"))
     return _assemble(job, built, [*failed.values(), *general], opaque)
+
+
+def _needs_real_data(error: Exception) -> bool:
+    """Whether an error of loader code may come from a tensor that is not in memory."""
+    words = ("meta", "not allocated", "storage", "wrapper subclass")
+    text = str(error)
+    return isinstance(error, NotImplementedError) or (
+        isinstance(error, RuntimeError) and any(word in text for word in words)
+    )
 
 
 def _trace(job: Job, built: Built) -> None:

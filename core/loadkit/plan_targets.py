@@ -31,9 +31,9 @@ from loadkit.tracing.coverage import (
     overlaps,
     unwritten,
 )
+from loadkit.tracing.lazies import view_of
 from loadkit.tracing.lazy_tensor import LazyTensor, leaf_names
 from loadkit.tracing.leaks import held_tensors
-from loadkit.tracing.operations import view_of
 from loadkit.tracing.program import (
     Const,
     Expr,

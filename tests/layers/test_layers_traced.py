@@ -12,7 +12,8 @@ from helpers.ranks import build_ranks, randn
 from loadkit.build import parameters_on_meta
 from loadkit.config import ParallelConfig
 from loadkit.tracing.lazy_tensor import generated
-from loadkit.tracing.recorder import Recorder, read_now
+from loadkit.tracing.reading import read_now
+from loadkit.tracing.recorder import Recorder
 from loadkit.tracing.storage import GeneratedLeaf, Value
 from loadkit.tracing.view import View
 from loadkit_layers import (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from types import CellType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,9 +71,26 @@ def _inside(value: Any, where: str, depth: int, seen: set[int]) -> Iterator[Held
     elif isinstance(value, (tuple, set, frozenset)):
         for i, item in enumerate(value):
             yield from _look(item, f"{where}[{i}]", None, depth, seen)
-    elif isinstance(getattr(value, "__dict__", None), dict) and not callable(value):
+    elif isinstance(value, FunctionType):
+        for cell in value.__closure__ or ():
+            try:
+                yield from _look(cell.cell_contents, where, _cell(cell), depth, seen)
+            except ValueError:  # an empty cell
+                continue
+    elif isinstance(value, MethodType):
+        yield from _look(value.__self__, where, None, depth, seen)
+    elif isinstance(value, partial):
+        yield from _inside([*value.args, *value.keywords.values()], where, depth, seen)
+    elif isinstance(getattr(value, "__dict__", None), dict):
         for key, item in list(value.__dict__.items()):
             yield from _look(item, f"{where}.{key}", _item(value.__dict__, key), depth, seen)
+
+
+def _cell(cell: CellType) -> Callable[[Any], None]:
+    def put(value: Any) -> None:
+        cell.cell_contents = value
+
+    return put
 
 
 def _item(container: Any, key: Any) -> Callable[[Any], None]:
@@ -138,7 +157,7 @@ def settle(model: nn.Module, recorder: Recorder) -> None:
 def _numbers(lazy: LazyTensor, recorder: Recorder, memory: dict[int, torch.Tensor]) -> torch.Tensor:
     """Real memory for a lazy tensor; views of one storage stay views of one memory."""
     from loadkit.tracing.evaluate import strided
-    from loadkit.tracing.recorder import read_now
+    from loadkit.tracing.reading import read_now
     from loadkit.tracing.replay import known_bytes
     from loadkit.tracing.storage import Value
     from loadkit.tracing.view import View
