@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from loadkit.execution import Target, files_of
 from loadkit.load_plan import SHOWN, Problem, Row
@@ -31,19 +32,11 @@ from loadkit.tracing.coverage import (
     overlaps,
     unwritten,
 )
+from loadkit.tracing.expressions import Const, Expr, Filled, Missing, Replay
 from loadkit.tracing.lazies import view_of
 from loadkit.tracing.lazy_tensor import LazyTensor, leaf_names
 from loadkit.tracing.leaks import held_tensors
-from loadkit.tracing.program import (
-    Const,
-    Expr,
-    Filled,
-    Missing,
-    Replay,
-    resolve,
-    resolve_region,
-    walk,
-)
+from loadkit.tracing.program import resolve, resolve_region, walk
 from loadkit.tracing.replay import holes
 from loadkit.tracing.storage import Fill, Storage, Value
 from loadkit.tracing.view import View
@@ -100,6 +93,11 @@ class TargetFinder:
         for prefix, module in self.model.named_modules(remove_duplicate=False):
             for name, param in module._parameters.items():
                 if param is None or isinstance(param, LazyTensor):
+                    continue
+                if is_lazy(param):
+                    where = f"{prefix}.{name}" if prefix else name
+                    text = f"parameter {where} has no shape: load_weights did not give it one"
+                    self._problem("UNINITIALISED", text, where)
                     continue
                 key = (param.untyped_storage()._cdata, view_of(param))
                 names.setdefault(key, []).append(f"{prefix}.{name}" if prefix else name)
