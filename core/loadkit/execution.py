@@ -16,8 +16,16 @@ import torch
 from loadkit.readers.base import Reader
 from loadkit.sources.base import File
 from loadkit.tracing.coverage import is_kept
+from loadkit.tracing.expressions import (
+    Call,
+    Const,
+    Expr,
+    Filled,
+    Part,
+    Src,
+)
 from loadkit.tracing.pairing import Strip, dense_order, pair
-from loadkit.tracing.program import Call, Const, Expr, Filled, Part, Src, walk
+from loadkit.tracing.program import walk
 from loadkit.tracing.storage import FileLeaf, Storage
 from loadkit.tracing.view import View
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from loadkit.tracing.program import Src, walk
+from loadkit.tracing.expressions import Src
+from loadkit.tracing.program import walk
 
 if TYPE_CHECKING:
     from torch import nn

@@ -22,9 +22,9 @@ from loadkit.readers import can_alias, choose_reader
 from loadkit.readers.base import Reader
 from loadkit.readers.mmap import MmapReader
 from loadkit.text import printable
+from loadkit.tracing.expressions import Call
 from loadkit.tracing.lazy_tensor import LazyTensor
 from loadkit.tracing.leaks import adopt, leaked_names, settle, stale
-from loadkit.tracing.program import Call
 from loadkit.tracing.reading import read_now
 from loadkit.tracing.recorder import Recorder
 from loadkit.tracing.storage import FileLeaf

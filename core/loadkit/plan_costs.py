@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from loadkit.execution import Target, expression_cost, files_of, moves_of, read_cost
 from loadkit.readers import can_alias
 from loadkit.readers.base import Reader
-from loadkit.tracing.program import Src
+from loadkit.tracing.expressions import Src
 from loadkit.tracing.storage import FileLeaf
 
 if TYPE_CHECKING:

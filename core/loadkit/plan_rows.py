@@ -10,7 +10,8 @@ import torch
 from loadkit.execution import Target
 from loadkit.load_plan import Region, Row
 from loadkit.tracing.blocks import DecodeBlocks
-from loadkit.tracing.program import Call, Const, Expr, Filled, Src, exactness, walk
+from loadkit.tracing.expressions import Call, Const, Expr, Filled, Src
+from loadkit.tracing.program import exactness, walk
 from loadkit.tracing.storage import FileLeaf
 from loadkit.tracing.view import View
 

@@ -120,7 +120,7 @@ class TargetFinder:
         parts = {
             t.untyped_storage()._cdata
             for t in (*self.model.parameters(), *self.model.buffers())
-            if not isinstance(t, LazyTensor)
+            if not isinstance(t, LazyTensor) and not is_lazy(t)
         }
         done: set[int] = set()
         for held in held_tensors(self.model):

@@ -15,7 +15,8 @@ from loadkit.text import printable
 from loadkit.tracing.blocks import DecodeBlocks
 from loadkit.tracing.coverage import reads_own_memory
 from loadkit.tracing.evaluate import ResultCache, evaluate, generate, strided
-from loadkit.tracing.program import Call, Const, Expr, Src, walk
+from loadkit.tracing.expressions import Call, Const, Expr, Src
+from loadkit.tracing.program import walk
 from loadkit.tracing.storage import FileLeaf, Storage
 from loadkit.tracing.view import View
 

@@ -23,8 +23,9 @@ from loadkit.readers.mmap import MmapReader
 from loadkit.readers.pread import PreadReader
 from loadkit.safetensors_format import read_header
 from loadkit.sources import open_source
+from loadkit.tracing.expressions import Replay
 from loadkit.tracing.lazy_tensor import lazy_from_info
-from loadkit.tracing.program import Replay, exactness, walk
+from loadkit.tracing.program import exactness, walk
 
 Tensor = torch.Tensor
 Kind = tuple[tuple[int, ...], torch.dtype]

@@ -22,9 +22,10 @@ from loadkit.readers.base import Reader
 from loadkit.readers.pread import PreadReader
 from loadkit.tracing.coverage import final_pieces
 from loadkit.tracing.evaluate import strided
+from loadkit.tracing.expressions import Expr, Missing
 from loadkit.tracing.lazies import view_of
 from loadkit.tracing.lazy_tensor import generated
-from loadkit.tracing.program import Expr, Missing, walk
+from loadkit.tracing.program import walk
 from loadkit.tracing.recorder import Recorder
 from loadkit.tracing.storage import GeneratedLeaf
 from loadkit.tracing.view import View

@@ -4,6 +4,7 @@ A storage, its writes and what they come to:
 
 ``view``        strided regions of a storage, and how two of them relate
 ``storage``     a storage, its ordered writes, and a value: what a view of it held at a moment
+``expressions`` what a value is made of
 ``layers``      many writes to one storage, found by place
 ``program``     recorded values as expressions over regions of files; ``evaluate`` computes them,
                 ``replay`` write by write where boxes cannot say it

@@ -8,18 +8,16 @@ from itertools import pairwise
 
 import torch
 
-from loadkit.tracing.lazy_tensor import leaf_names
-from loadkit.tracing.program import (
+from loadkit.tracing.expressions import (
     Const,
     Expr,
     Filled,
     Missing,
     Replay,
     Src,
-    replayed,
-    resolve_region,
-    walk,
 )
+from loadkit.tracing.lazy_tensor import leaf_names
+from loadkit.tracing.program import replayed, resolve_region, walk
 from loadkit.tracing.replay import bytes_under, holes
 from loadkit.tracing.storage import (
     PARAMETER,

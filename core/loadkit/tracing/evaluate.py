@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from loadkit.errors import TraceError
-from loadkit.tracing.program import (
+from loadkit.tracing.expressions import (
     Call,
     Const,
     Expr,
@@ -18,8 +18,8 @@ from loadkit.tracing.program import (
     Pieces,
     Replay,
     Src,
-    resolve,
 )
+from loadkit.tracing.program import resolve
 from loadkit.tracing.replay import holes
 from loadkit.tracing.storage import (
     Constant,

@@ -9,12 +9,26 @@ replayed, write by write, in memory: slower, never wrong.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from loadkit.tracing.blocks import DecodeBlocks, blocks_of
+from loadkit.tracing.expressions import (
+    Call,
+    Const,
+    Expr,
+    Filled,
+    Missing,
+    Part,
+    Pieces,
+    Replay,
+    Src,
+    as_dtype,
+    cast,
+    exprs_in,
+    reshaped,
+)
 from loadkit.tracing.layers import last_write
 from loadkit.tracing.replay import holes
 from loadkit.tracing.storage import (
@@ -30,125 +44,7 @@ from loadkit.tracing.storage import (
 )
 from loadkit.tracing.view import Inside, Split, View, contiguous, relate
 
-__all__ = [
-    "Call",
-    "Const",
-    "Expr",
-    "Filled",
-    "Missing",
-    "Part",
-    "Pieces",
-    "Replay",
-    "Src",
-    "exactness",
-    "resolve",
-    "resolve_region",
-    "sources_of",
-]
-
-
-@dataclass(frozen=True, slots=True)
-class Src:
-    """A region of a leaf; ``view`` walks its row-major elements, ``dtype`` re-reads the bits."""
-
-    leaf: FileLeaf | GeneratedLeaf
-    view: View
-    dtype: torch.dtype
-
-    @property
-    def size(self) -> tuple[int, ...]:
-        return self.view.size
-
-
-@dataclass(frozen=True, slots=True)
-class Filled:
-    """One value, everywhere."""
-
-    value: Any
-    size: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class Const:
-    """A real tensor; ``source`` as in ``Constant``."""
-
-    tensor: torch.Tensor
-    source: str | None
-
-    @property
-    def size(self) -> tuple[int, ...]:
-        return tuple(self.tensor.size())
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """``func(*args, **kwargs)[output]``; tensors among the arguments are expressions or real.
-
-    ``pointwise`` says that a part of it is the same call on parts of the arguments; ``origin`` is
-    the operation if all of it is asked for, so that several parts share one result.
-    """
-
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: int | None
-    size: tuple[int, ...]
-    dtype: torch.dtype
-    pointwise: bool
-    origin: Operation | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """``view`` of the storage that a whole call's result lies in."""
-
-    call: Call
-    view: View
-    dtype: torch.dtype
-
-    @property
-    def size(self) -> tuple[int, ...]:
-        return self.view.size
-
-
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """A tensor put together: each expression lands in its view of the row-major whole."""
-
-    parts: tuple[tuple[View, Expr], ...]
-    size: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """``view`` of a storage that is built up in memory, write by write."""
-
-    storage: Storage
-    version: int
-    view: View
-    dtype: torch.dtype
-
-    @property
-    def size(self) -> tuple[int, ...]:
-        return self.view.size
-
-
-@dataclass(frozen=True, slots=True)
-class Missing:
-    """Nothing was ever written here."""
-
-    what: str
-    size: tuple[int, ...]
-    dtype: torch.dtype
-
-
-Expr = Src | Filled | Const | Call | Part | Pieces | Replay | Missing
+__all__ = ["children", "exactness", "replayed", "resolve", "resolve_region", "sources_of", "walk"]
 
 
 def resolve(value: Value) -> Expr:
@@ -160,7 +56,7 @@ def resolve(value: Value) -> Expr:
     parts = list(resolve_region(value.storage, value.version, value.view, out, value.dtype))
     if len(parts) == 1:
         expr = parts[0][1]
-        return expr if expr.size == size else _reshaped(expr, size)
+        return expr if expr.size == size else reshaped(expr, size)
     return Pieces(tuple(parts), size, value.dtype)
 
 
@@ -205,11 +101,11 @@ def _written(
     """What a write put into a part of its view, read as ``dtype``, piece by piece."""
     value = write.value
     if isinstance(value, Fill):
-        yield place, _as_dtype(Filled(value.value, where.size, write.dtype), dtype)
+        yield place, as_dtype(Filled(value.value, where.size, write.dtype), dtype)
         return
     sub = where.apply(value.view.expand(write.view.size))
     for at, expr in resolve_region(value.storage, value.version, sub, place, value.dtype):
-        yield at, _as_dtype(_cast(expr, write.dtype), dtype)
+        yield at, as_dtype(cast(expr, write.dtype), dtype)
 
 
 def _from_base(
@@ -229,7 +125,7 @@ def _from_base(
     elif isinstance(base, Fill) and base.dtype.itemsize != region.itemsize:
         yield place, Replay(storage, 0, region, dtype)
     elif isinstance(base, Fill):
-        yield place, _as_dtype(Filled(base.value, region.size, base.dtype), dtype)
+        yield place, as_dtype(Filled(base.value, region.size, base.dtype), dtype)
     elif isinstance(base, Unwritten):
         yield place, Missing(base.what, region.size, dtype)
     else:
@@ -249,7 +145,7 @@ def _from_operation(
             work.extend(_cut(relation, place, 0))
             return
         if isinstance(relation, Inside):
-            yield _redimension(place, relation.size), _as_dtype(_decoded(op, relation), dtype)
+            yield _redimension(place, relation.size), as_dtype(_decoded(op, relation), dtype)
             return
     elif torch.Tag.pointwise in op.func.tags and op.output is None:
         relation = relate(op.view, region)
@@ -257,7 +153,7 @@ def _from_operation(
             work.extend(_cut(relation, place, 0))
             return
         if isinstance(relation, Inside):
-            yield _redimension(place, relation.size), _as_dtype(_pushed(op, relation), dtype)
+            yield _redimension(place, relation.size), as_dtype(_pushed(op, relation), dtype)
             return
     call = Call(
         op.func,
@@ -279,7 +175,7 @@ def _decoded(op: Operation, where: Inside) -> Expr:
     source = resolve(Value(stored.storage, stored.version, blocks.source, stored.dtype))
     call = Call(op.func, (source,), {}, None, blocks.decoded, op.dtype, pointwise=False)
     if blocks.aligned:
-        return call if blocks.decoded == where.size else _reshaped(call, where.size)
+        return call if blocks.decoded == where.size else reshaped(call, where.size)
     show = torch.ops.aten.as_strided.default
     view = blocks.shown
     args = (call, list(view.size), list(view.stride), view.offset)
@@ -293,7 +189,7 @@ def _pushed(op: Operation, where: Inside) -> Expr:
         call = Call(op.func, args, kwargs, None, (), op.dtype, pointwise=True)
         return _expanded(call, where.size) if where.size else call
     call = Call(op.func, args, kwargs, None, where.size or (1,), op.dtype, pointwise=True)
-    return call if where.size else _reshaped(call, ())
+    return call if where.size else reshaped(call, ())
 
 
 def _expanded(expr: Expr, size: tuple[int, ...]) -> Expr:
@@ -337,40 +233,6 @@ def _whole(tree: Any) -> Any:
     return tree
 
 
-def _cast(expr: Expr, dtype: torch.dtype) -> Expr:
-    """The expression's numbers in another dtype, as ``copy_`` converts them."""
-    if expr.dtype == dtype:
-        return expr
-    if isinstance(expr, (Filled, Missing)):
-        return type(expr)(_filled_as(expr, dtype), expr.size, dtype)
-    cast = torch.ops.aten._to_copy.default
-    return Call(cast, (expr,), {"dtype": dtype}, None, expr.size, dtype, pointwise=True)
-
-
-def _filled_as(expr: Filled | Missing, dtype: torch.dtype) -> Any:
-    if isinstance(expr, Missing):
-        return expr.what
-    return torch.full((), expr.value, dtype=expr.dtype).to(dtype).item()
-
-
-def _as_dtype(expr: Expr, dtype: torch.dtype) -> Expr:
-    """The expression's bits read as another dtype of the same size."""
-    if expr.dtype == dtype:
-        return expr
-    if isinstance(expr, Src):
-        return Src(expr.leaf, expr.view, dtype)
-    bits = torch.ops.aten.view.dtype
-    return Call(bits, (expr, dtype), {}, None, expr.size, dtype, pointwise=True)
-
-
-def _reshaped(expr: Expr, size: tuple[int, ...]) -> Expr:
-    """The same elements in the same order under another size (one that merges dimensions)."""
-    if isinstance(expr, Filled):
-        return Filled(expr.value, size, expr.dtype)
-    reshape = torch.ops.aten.reshape.default
-    return Call(reshape, (expr, list(size)), {}, None, size, expr.dtype, pointwise=False)
-
-
 def _redimension(view: View, size: tuple[int, ...]) -> View:
     """``view`` with dimensions split so that its size is ``size``."""
     if view.size == size:
@@ -400,7 +262,7 @@ def _product(numbers: list[int]) -> int:
 def children(expr: Expr) -> Iterator[Expr]:
     """The expressions directly below one."""
     if isinstance(expr, Call):
-        yield from _exprs_in((expr.args, expr.kwargs))
+        yield from exprs_in((expr.args, expr.kwargs))
     elif isinstance(expr, Part):
         yield expr.call
     elif isinstance(expr, Pieces):
@@ -430,17 +292,6 @@ def _replay_base(storage: Storage) -> Iterator[Expr]:
         )
     elif isinstance(base, Constant):
         yield Const(base.flat, base.source)
-
-
-def _exprs_in(tree: Any) -> Iterator[Expr]:
-    if isinstance(tree, (Src, Filled, Const, Call, Part, Pieces, Replay, Missing)):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from _exprs_in(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from _exprs_in(item)
 
 
 def walk(expr: Expr) -> Iterator[Expr]:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from loadkit.tracing.evaluate import evaluate, generate
-from loadkit.tracing.program import Src, resolve, sources_of
+from loadkit.tracing.expressions import Src
+from loadkit.tracing.program import resolve, sources_of
 from loadkit.tracing.storage import PARAMETER, Constant, FileLeaf, Storage, Unwritten, Value
 from loadkit.tracing.view import View
 
