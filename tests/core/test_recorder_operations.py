@@ -298,6 +298,67 @@ def autocast(p: Any, w: Tensor) -> None:
         p.data.copy_((w @ w.t())[:, :4])
 
 
+# ------------------------------------------------------------ other people's operators and modules
+
+
+@torch.library.custom_op("loadkit_test::add_into", mutates_args=("x",))
+def add_into(x: Tensor, y: Tensor) -> None:
+    x.add_(y)
+
+
+@torch.library.custom_op("loadkit_test::copy_to", mutates_args=("out",))
+def copy_to(x: Tensor, out: Tensor) -> None:
+    out.copy_(x * 2)
+
+
+@torch.library.custom_op("loadkit_test::without_fake", mutates_args=())
+def without_fake(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@CASES.one()
+def operators_that_write(p: Any, w: Tensor) -> None:
+    p.data.zero_()
+    add_into(p.data[1:], w[1:])
+    copy_to(w[0], p.data[0])
+
+
+@CASES.one(exact="opaque")
+def an_operator_without_a_shape_function(p: Any, w: Tensor) -> None:
+    p.data.copy_(without_fake(w))
+
+
+@CASES.one()
+def sparse_on_the_way(p: Any, w: Tensor) -> None:
+    p.data.copy_(w.to_sparse().to_dense())
+
+
+@CASES.one(exact="opaque")
+def a_tensor_of_tensors(p: Any, w: Tensor) -> None:
+    p.data.copy_(torch.as_tensor([[w[0, 0], w[0, 1], w[0, 2], w[0, 3]]] * 6))
+
+
+@CASES.model()
+def weight_norm_put_on(model: Any, weights: Weights) -> None:
+    for _, w in weights:
+        model.p.data.copy_(w)
+        nn.utils.parametrizations.weight_norm(model, "p")
+
+
+@CASES.model()
+def a_module_from_pretrained(model: Any, weights: Weights) -> None:
+    for _, w in weights:
+        model.p.data.copy_(w)
+        model.embedding = nn.Embedding.from_pretrained(w[1:])
+
+
+@CASES.model()
+def a_buffer_from_a_sum(model: Any, weights: Weights) -> None:
+    for _, w in weights:
+        model.p.data.copy_(w)
+        model.register_buffer("total", w[:, 1:].sum(0))
+
+
 @pytest.mark.parametrize("reader", ["pread", "mmap"])
 @pytest.mark.parametrize("name", list(CASES))
 def test_an_operation_gives_what_it_gives_on_real_tensors(

@@ -6,6 +6,7 @@ import pickle
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,12 @@ def _put(how: str) -> Callable[[Any, Tensor], Callable[[Any], Tensor]]:
             model.kept = nn.Parameter(w, requires_grad=False)
         elif how == "parameter of a result":
             model.kept = nn.Parameter((w * 2) / 2, requires_grad=False)
+        elif how == "closure":
+            model.kept = lambda: w
+            return lambda m: m.kept()  # type: ignore[no-any-return]
+        elif how == "partial":
+            model.kept = partial(torch.add, w)
+            return lambda m: m.kept(0)  # type: ignore[no-any-return]
         elif how == "on a parameter":
             model.p.kept = w
             return lambda m: m.p.kept
@@ -197,6 +204,8 @@ LEAKS = [
     "buffer",
     "parameter",
     "parameter of a result",
+    "closure",
+    "partial",
     "on a parameter",
     "instead of a parameter",
     "swapped",
@@ -523,6 +532,15 @@ def test_what_no_real_data_can_save_is_a_problem(
     plan = Checkpoint(tmp_path, {"w": W}, P, to_p_and_q(bad)).plan()
     assert not plan.ok
     assert {p.code for p in plan.problems} <= {"TRACE", "MISSING", "READ_UNWRITTEN"}
+
+
+def test_a_parameter_without_a_shape_is_a_problem(tmp_path: Path) -> None:
+    def init(model: Any) -> None:
+        model.later = nn.LazyLinear(3, bias=False)
+
+    plan = Checkpoint(tmp_path, {"w": W}, P, to_p_and_q(first_rows), init).plan()
+    found = {p.parameter: p.code for p in plan.problems}
+    assert found == {"p": "PARTLY_WRITTEN", "later.weight": "UNINITIALISED"}
 
 
 def test_too_long_a_chain_is_a_problem_and_no_crash(tmp_path: Path) -> None:

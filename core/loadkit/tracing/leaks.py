@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from loadkit.errors import TraceError
 from loadkit.tracing.lazy_tensor import LazyTensor, leaf_names
@@ -41,7 +42,7 @@ def held_tensors(model: nn.Module) -> Iterator[Held]:
     for prefix, module in model.named_modules():
         for registry in (module._parameters, module._buffers):
             for name, tensor in list(registry.items()):
-                if tensor is not None:
+                if tensor is not None and not is_lazy(tensor):
                     where = f"{prefix}.{name}" if prefix else name
                     yield Held(where, tensor, _item(registry, name), True)
                     yield from _inside(tensor.__dict__, where, 2, seen)

@@ -14,6 +14,7 @@ from loadkit.tracing.index_calls import INDEX_WRITES
 from loadkit.tracing.lazies import as_lazy, interesting, realise, untraceable
 from loadkit.tracing.lazy_tensor import LazyTensor
 from loadkit.tracing.lowered import LOWERED
+from loadkit.tracing.mutation import mutate
 from loadkit.tracing.schema import OpKind, aten, functional, kind_of, map_all, tensors_in
 from loadkit.tracing.storage import Fill
 from loadkit.tracing.view_calls import view_call
@@ -71,7 +72,7 @@ def _write(
         if index_write is None or not index_write(recorder, *args, **kwargs):
             plain = functional(func)
             if plain is None:
-                raise untraceable(func, (args, kwargs), "it has no form that makes a new tensor")
+                return mutate(func, args, kwargs, recorder, target)
             result = call(plain, (as_lazy(target, recorder), *args[1:]), kwargs)
             record_copy(target, result, recorder)
     return target
@@ -98,13 +99,15 @@ def odd_write(
     with recorder.watching() if recorder is not None else nullcontext():
         if func._schema.name.startswith("aten::_foreach_"):
             return _each(func, args, kwargs)
-        out = given.get("out")
+        out = kwargs.get("out") if func.namespace == "aten" else None
         if isinstance(out, torch.Tensor) and kind_of(func).writes == (names.index("out"),):
             rest = {key: value for key, value in kwargs.items() if key != "out"}
             result = func.overloadpacket(*args, **rest)
             if result.size() == out.size():
                 return out.copy_(result)
-    raise untraceable(func, (args, kwargs), "it writes to an output argument")
+    if len(written) == 1 and isinstance(given[names[kind_of(func).writes[0]]], torch.Tensor):
+        return mutate(func, args, kwargs, recorder, written[0])
+    raise untraceable(func, (args, kwargs), "it writes to several tensors")
 
 
 def _change_shape(

@@ -254,11 +254,13 @@ class Recorder:
 
     def tracked(self, tensor: torch.Tensor) -> Storage | None:
         """The recorded storage behind a plain tensor, if there is one."""
+        if tensor.layout is not torch.strided:
+            return None  # sparse and its like: real data, never recorded
         return self._storages.get(tensor.untyped_storage()._cdata)
 
     def is_changed(self, tensor: torch.Tensor) -> bool:
         """Whether recorded writes changed what this plain tensor holds."""
-        storage = self._storages.get(tensor.untyped_storage()._cdata)
+        storage = self.tracked(tensor)
         if storage is None:
             return False
         if storage.writes or storage.scratch:
@@ -312,6 +314,8 @@ class Recorder:
 
     def note_source(self, tensor: torch.Tensor, name: str) -> None:
         """Real data came from that checkpoint tensor."""
+        if tensor.layout is not torch.strided:
+            return
         kept = tensor.untyped_storage()
         self._real_names[kept._cdata] = StorageWeakRef(kept), name  # the id is not used again
 
