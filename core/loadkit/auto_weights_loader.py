@@ -26,9 +26,10 @@ from loadkit.weight_errors import (
     Unplaced,
     describe_failure,
     file_of,
+    members_of,
     ranks_of,
     unplaced_error,
-    what_is_there,
+    why_unplaced,
 )
 from loadkit.weight_loaders import default_weight_loader
 
@@ -71,6 +72,7 @@ class AutoWeightsLoader:
         self.ignore_unexpected_suffixes = tuple(ignore_unexpected_suffixes or ())
         self._ignored = IgnoredWeights(getattr(module, "ignored_weights", None) or ())
         self._unplaced: list[Unplaced] = []
+        self._members: dict[str, tuple[str, ...]] = {}  # of modules where something had no place
         self._parts: Packed = {}  # of the mapper's stacked rules, for hints
         self._gather = self._packs = False
 
@@ -92,7 +94,7 @@ class AutoWeightsLoader:
         """
         self._gather = isinstance(weights, Collection)
         self._packs = mapper is None or not mapper.stacks
-        self._unplaced, self._parts = [], {}
+        self._unplaced, self._parts, self._members = [], {}, {}
         if mapper is not None:
             weights, self._parts = mapper.apply(weights), mapper.stacked_parts
         items = self._started(weights)
@@ -238,8 +240,11 @@ class AutoWeightsLoader:
         """A tensor whose component at ``depth`` is nothing in ``module``."""
         name, parts, tensor = item
         path = name.prefix + "".join(f"{part}." for part in parts[:depth])
-        known = {**self._parts, **(packed or {})}
-        self._unplaced_at(name, tensor, *what_is_there(module, path, parts[depth:], known))
+        here = self._members.get(path)
+        if here is None:
+            here = self._members[path] = members_of(module, {**self._parts, **(packed or {})})
+        why, near = why_unplaced(module, path, parts[depth:], here)
+        self._unplaced_at(name, tensor, why, here, near)
 
     def _unplaced_at(
         self,

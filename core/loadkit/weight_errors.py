@@ -14,7 +14,17 @@ from loadkit.sharded_name import ShardedName
 from loadkit.text import nearest, printable
 from loadkit.tracing.lazy_tensor import leaf_file
 
-__all__ = ["Unplaced", "describe_failure", "file_of", "ranks_of", "unplaced_error", "what_is_there"]
+__all__ = [
+    "Unplaced",
+    "describe_failure",
+    "file_of",
+    "members_of",
+    "ranks_of",
+    "unplaced_error",
+    "why_unplaced",
+]
+
+_COMPARED = 500  # names that one without a place is compared with
 
 _AXES = ("tp", "pp", "ep")
 
@@ -58,25 +68,33 @@ def unplaced_error(module: torch.nn.Module, unplaced: list[Unplaced]) -> WeightL
     )
 
 
-def what_is_there(
-    module: torch.nn.Module, path: str, rest: list[str], packed: Packed | None
-) -> tuple[str, list[str], list[str]]:
+def members_of(module: torch.nn.Module, packed: Packed | None) -> tuple[str, ...]:
+    """The children, parameters and buffers that a module has, sorted, then parts of fused ones."""
+    members = {**module._modules, **module._parameters, **module._buffers}
+    here = sorted(key for key, value in members.items() if value is not None)
+    return (*here, *sorted(part for part in packed or () if find_fused(module, part, packed)))
+
+
+def why_unplaced(
+    module: torch.nn.Module, path: str, rest: list[str], here: tuple[str, ...]
+) -> tuple[str, list[str]]:
     """Why ``rest`` has no place in ``module`` at ``path`` (with its dot), for the error.
 
+    Args:
+        here: ``members_of`` the module.
+
     Returns:
-        The sentence; the members that are there, parts of fused ones too; the nearest names.
+        The sentence, and the nearest names. A number has none: another layer is another layer.
     """
     head = rest[0]
     where = f"'{printable(path[:-1])}'" if path else type(module).__name__
-    members = {**module._modules, **module._parameters, **module._buffers}
-    here = sorted(key for key, value in members.items() if value is not None)
-    here += sorted(part for part in packed or () if find_fused(module, part, packed))
-    if head in members:
+    if any(head in held for held in (module._modules, module._parameters, module._buffers)):
         why = f"{where} is made without {head!r}"
     else:
         shown = ", ".join(here[:12]) + (", ..." if len(here) > 12 else "")
         why = f"{where} has no '{printable(head)}'; it has {shown or 'nothing'}"
-    return why, here, [path + ".".join([one, *rest[1:]]) for one in nearest(head, here)]
+    close = [] if head.isdecimal() else nearest(head, here[:_COMPARED])
+    return why, [path + ".".join([one, *rest[1:]]) for one in close]
 
 
 def describe_failure(
