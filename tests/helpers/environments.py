@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tomllib
 import venv
-import zipfile
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -113,22 +112,3 @@ class Environment:
             "print(*{d.name for d in m.distributions() if d.name.startswith('loadkit')})"
         )
         return set(self.python(code).split())
-
-
-def stand_in_wheel(wheels: Path, extra: str, version: str) -> None:
-    """A wheel ``loadkit-<extra>`` that registers the format, for a room that is not built yet."""
-    package = f"loadkit_{extra.replace('-', '_')}"
-    info = f"{package}-{version}.dist-info"
-    name = f"loadkit-{extra}"
-    files = {
-        f"{package}/__init__.py": "from loadkit_default.loader import DefaultModelLoader\n",
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{info}/entry_points.txt": (
-            f"[loadkit.loaders]\n{extra} = {package}:DefaultModelLoader\n"
-        ),
-    }
-    rows = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
-    with zipfile.ZipFile(wheels / f"{package}-{version}-py3-none-any.whl", "w") as wheel:
-        for path, text in {**files, f"{info}/RECORD": rows}.items():
-            wheel.writestr(path, text)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from helpers import environments
+from helpers.alphabet import alphabet_gguf
 from helpers.checkpoints import write_llama
 
 pytestmark = pytest.mark.install
@@ -23,11 +24,8 @@ UMBRELLA |= {"loadkit-default", "loadkit-dummy"}
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of wheels; a format's extra that is not built yet has a stand-in there."""
-    folder = environments.build_wheels(tmp_path_factory.mktemp("build"))
-    if not list(folder.glob("loadkit_gguf-*.whl")):
-        environments.stand_in_wheel(folder, "gguf", VERSION)
-    return folder
+    """The folder of wheels."""
+    return environments.build_wheels(tmp_path_factory.mktemp("build"))
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +42,23 @@ def umbrella(
     environment = environments.Environment(folder, third_parties, wheels)
     environment.install("loadkit")
     return environment
+
+
+@pytest.fixture(scope="module")
+def gguf(
+    tmp_path_factory: pytest.TempPathFactory, third_parties: Path, wheels: Path
+) -> environments.Environment:
+    """An environment after ``pip install loadkit[gguf]``."""
+    folder = tmp_path_factory.mktemp("gguf") / "venv"
+    environment = environments.Environment(folder, third_parties, wheels)
+    environment.install("loadkit[gguf]")
+    return environment
+
+
+@pytest.fixture(scope="module")
+def alphabet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GGUF file alone in its folder."""
+    return alphabet_gguf(tmp_path_factory.mktemp("alphabet") / "model.gguf")
 
 
 @pytest.fixture(scope="module")
@@ -122,13 +137,40 @@ def test_a_format_that_is_not_installed_names_its_extra(
     assert "NotInstalledError" in error and 'pip install "loadkit[gguf]"' in error
 
 
-def test_an_extra_brings_its_format(tmp_path: Path, third_parties: Path, wheels: Path) -> None:
-    environment = environments.Environment(tmp_path / "venv", third_parties, wheels)
-    environment.install("loadkit[gguf]")
-    assert environment.distributions() == UMBRELLA | {"loadkit-gguf"}
-    formats = json.loads(environment.loadkit("formats", "--json"))["formats"]
+def test_a_file_whose_format_is_not_installed_names_the_extra(
+    umbrella: environments.Environment, alphabet: Path
+) -> None:
+    error = umbrella.loadkit("plan", alphabet, code=2)
+    assert 'pip install "loadkit[gguf]"' in error and "Traceback" not in error
+
+
+def test_an_extra_brings_its_format(gguf: environments.Environment) -> None:
+    assert gguf.distributions() == UMBRELLA | {"loadkit-gguf"}
+    formats = json.loads(gguf.loadkit("formats", "--json"))["formats"]
     (row,) = [row for row in formats if row["name"] == "gguf"]
     assert (row["distribution"], row["version"]) == ("loadkit-gguf", VERSION)
+
+
+@pytest.mark.parametrize("options", [(), ("--tp", "2"), ("--quantization", "gguf")])
+def test_with_the_extra_a_lone_file_speaks(
+    gguf: environments.Environment, alphabet: Path, options: tuple[str, ...]
+) -> None:
+    line = ["generate", alphabet, "--prompt", "say a", "--max-new-tokens", "8", *options]
+    assert gguf.loadkit(*line) == "bcdefghi\n"
+
+
+def test_with_the_extra_smollm2_says_what_it_says_in_llama_cpp(
+    gguf: environments.Environment, smollm2: Path
+) -> None:
+    data = environments.ROOT / "tests/data/smollm2-135m-dequant-f32.llamacpp.json"
+    prompt = json.loads(data.read_text())["prompts"]["p1"]
+    line = ["generate", smollm2, "--prompt", prompt["text"], "--dtype", "float32"]
+    answer = json.loads(gguf.loadkit(*line, "--max-new-tokens", "12", "--json"))
+    assert answer["prompt_ids"] == prompt["prompt_ids"]
+    assert answer["output_ids"] == prompt["greedy24_ids"][:12]
+    for name in ("transformers", "gguf", "sentencepiece"):  # nor does it need these
+        found = f"import importlib.util; print(importlib.util.find_spec({name!r}))"
+        assert gguf.python(found) == "None\n"
 
 
 def test_the_extra_all_installs_every_member(
