@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from helpers.alphabet import alphabet_gguf
 from helpers.checkpoints import write_llama
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which ``path/to/model`` is a model."""
+    """A folder in which ``path/to/model`` and ``model.gguf`` are models."""
     folder = tmp_path_factory.mktemp("readme")
     write_llama(folder / "path/to/model")
+    alphabet_gguf(folder / "model.gguf")
     return folder
 
 
@@ -32,6 +34,7 @@ def test_the_five_lines_of_python_run(root: Path, place: Path) -> None:
     [
         "plan path/to/model --tp 2",
         "load path/to/model --json",
+        "generate model.gguf --prompt TEXT",
         "inspect path/to/model",
         "formats",
         "models",

@@ -1,4 +1,4 @@
-"""scripts/fetch_model.py fetches once, checks always, and says why it could not."""
+"""scripts/: a model is fetched once and checked always; the demo notices what differs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from helpers.alphabet import alphabet_gguf
 
 WEIGHTS = b"not really weights"
 
@@ -125,3 +127,88 @@ def test_the_fetched_tokenizer_gives_the_oracles_ids(minilm: Path, root: Path) -
         oracle["sentences"], oracle["input_ids"], oracle["attention_mask"], strict=True
     ):
         assert tokenizer.encode(sentence).ids == ids[: sum(mask)]
+
+
+# -- the demo --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def demo(
+    script: Callable[[str], ModuleType], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> ModuleType:
+    monkeypatch.syspath_prepend(root / "scripts")  # it imports its neighbour
+    return script("demo")
+
+
+@pytest.fixture
+def alphabet(demo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model that says the alphabet, in SmolLM2's place; the oracle knows it."""
+    folder = tmp_path / "alphabet"
+    folder.mkdir()
+    alphabet_gguf(folder / "model.gguf")
+    said = {"text": "say a", "greedy24_ids": list(range(ord("b"), ord("b") + 24))}
+    oracle = tmp_path / "oracle.json"
+    oracle.write_text(json.dumps({"prompts": {"p1": said}}))
+    monkeypatch.setattr(demo, "SPEECH", oracle)
+    return folder
+
+
+def test_the_demo_plans_a_gguf_file_and_goes_on_with_the_prompt(
+    demo: ModuleType, alphabet: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo.speak(alphabet) is True
+    out = capsys.readouterr().out.splitlines()
+    assert [line.split(",")[0] for line in out[1:3]] == ["  tp 1: ok=True", "  tp 3: ok=True"]
+    assert out[3:] == [
+        "  say a|bcdefghijklmnopqrstuvwxy",
+        "first 12 ids are those of llama.cpp",
+    ]
+
+
+@pytest.mark.parametrize(("at", "good"), [(0, False), (11, False), (12, True)])
+def test_the_demo_compares_twelve_ids(
+    demo: ModuleType,
+    alphabet: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    at: int,
+    good: bool,
+) -> None:
+    ids = list(range(ord("b"), ord("b") + 24))
+    ids[at] += 1
+
+    def command(*arguments: object) -> dict[str, object]:
+        if arguments[0] == "generate":
+            assert arguments[arguments.index("--dtype") + 1] == "float32"
+            return {"output_ids": ids, "text": "?"}
+        return {"ok": True, "model_class": "?", "ranks": [{"bytes_to_read": 1}]}
+
+    monkeypatch.setattr(demo, "loadkit_command", command)
+    assert demo.speak(alphabet) is good
+    assert ("ARE NOT" in capsys.readouterr().out) is not good
+
+
+@pytest.mark.parametrize("good", [(True, True), (True, False), (False, True)])
+def test_the_demo_fails_where_either_model_does(
+    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, good: tuple[bool, bool]
+) -> None:
+    monkeypatch.setattr(demo, "fetch", Path)
+    monkeypatch.setattr(demo, "compare_sentences", lambda folder: good[0])
+    monkeypatch.setattr(demo, "speak", lambda folder: good[1])
+    assert demo.main() == (0 if all(good) else 1)
+
+
+def test_the_demo_says_that_there_is_no_registry_with_exit_code_3(
+    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fetch(name: str) -> Path:
+        raise demo.RegistryUnreachableError("no way there")
+
+    monkeypatch.setattr(demo, "fetch", fetch)
+    assert demo.main() == 3
+    assert capsys.readouterr().err == "E_REGISTRY: no way there\n"
+
+
+def test_the_demos_oracle_has_the_ids_it_compares(demo: ModuleType) -> None:
+    oracle = json.loads(demo.SPEECH.read_text())["prompts"]["p1"]
+    assert demo.SAID == 12 and len(oracle["greedy24_ids"]) == 24
