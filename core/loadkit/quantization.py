@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from loadkit import plugins
 from loadkit.errors import ConfigFileError, LoadkitError, OptionError, UnknownNameError
 from loadkit.quantization_base import LinearMethodBase, QuantizationConfig, QuantizeMethodBase
 from loadkit.text import printable
@@ -85,7 +86,8 @@ def get_quant_config(
     ``compression_config``, of the text model too, with ``hf_overrides`` applied; the method's own
     files in the checkpoint (``quantize_config.json``, ...), if ``source`` is given; then what the
     caller asked for (``quantization=``, or load format ``bitsandbytes``), which quantises an
-    unquantised checkpoint while it is loaded.
+    unquantised checkpoint while it is loaded. Where none of them names a method, hook plugins are
+    asked (``loadkit_detect_quantization``), and the method they name looks for its own files.
 
     Raises:
         ConfigFileError: E_CONFIG, the method is unknown, not the one asked for, or its values are
@@ -101,8 +103,14 @@ def get_quant_config(
         found = model_config.quantization_config, model_config.config_file
     elif source is not None:
         found = _from_files(source, asked)
-    if found is None and asked is None:
-        return None
+    if asked is None and (found is None or not {"quant_method", "quant_algo"} & found[0].keys()):
+        asked = plugins.call(
+            "detect_quantization", hf_config=model_config.hf_config, model_config=model_config
+        )
+        if asked is None and found is None:
+            return None
+        if found is None and source is not None:
+            found = _from_files(source, asked)
     values, file = found if found is not None else ({}, None)
     cls = _config_class(values, file, asked)
     try:

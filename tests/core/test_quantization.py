@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from loadkit import tables
+from helpers.plugin_world import plugin_world
+from loadkit import plugins, tables
 from loadkit.config import LoadConfig, ModelConfig
 from loadkit.errors import (
     ConfigFileError,
@@ -19,6 +20,7 @@ from loadkit.errors import (
     OptionError,
     UnknownNameError,
 )
+from loadkit.hookspecs import hookimpl
 from loadkit.quantization import (
     LinearMethodBase,
     QuantizationConfig,
@@ -164,6 +166,28 @@ def test_config_json_counts_before_a_file(tmp_path: Path) -> None:
 def test_load_format_bitsandbytes_asks_for_bitsandbytes() -> None:
     with pytest.raises((NotInstalledError, UnknownNameError), match="bitsandbytes"):
         found({}, load_format="bitsandbytes")
+
+
+class Describes:
+    """A plugin for configs that say it in their own way."""
+
+    @hookimpl
+    def loadkit_detect_quantization(self, hf_config: Any, model_config: Any) -> str | None:
+        return "toy" if getattr(hf_config, "our_bits", None) else None
+
+
+def test_a_plugin_names_the_method_that_a_config_describes_in_its_own_way(tmp_path: Path) -> None:
+    (tmp_path / "toy.json").write_text(json.dumps({"group": 3}))
+    with plugin_world(tmp_path / "site"), open_source(tmp_path, LoadConfig()) as source:
+        assert found({"our_bits": 4}) is None
+        plugins.register(Describes())
+        assert found({}) is None
+        asked = found({"our_bits": 4}, source=source)
+        assert isinstance(asked, ToyConfig) and asked.values == {"group": 3}
+        bare = found({"our_bits": 4, "quantization_config": {"bits": 4}})
+        assert isinstance(bare, ToyConfig) and bare.values == {"bits": 4}
+        with pytest.raises(ConfigFileError, match="other"):
+            found({"our_bits": 4, "quantization_config": {"quant_method": "other"}})
 
 
 # -- what is refused -----------------------------------------------------------------------------
