@@ -247,6 +247,8 @@ def read_cost(moves: Moves, reader: type[Reader], shared: Counted) -> Cost:
     read = sum(reader.bytes_for(s.row_bytes, s.rows, s.source_stride) for _, s in moves.strips)
     staging = 0
     for view, expr in moves.computed:
+        if isinstance(expr, Const):
+            continue  # in memory already
         for part_view, part in chunks(view, expr):
             more = expression_cost(part, reader, shared)
             needed += more.needed

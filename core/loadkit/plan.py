@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from loadkit.base_loader import BaseModelLoader
 from loadkit.build import Built, build
 from loadkit.errors import LoadkitError, ModelError, TraceError
 from loadkit.load_plan import LoadPlan, Problem
@@ -142,6 +143,7 @@ def _needs_real_data(error: Exception) -> bool:
 
 def _trace(job: Job, built: Built) -> None:
     recorder = built.recorder
+    recorder.makes_real_data = type(job.loader).catalogue is BaseModelLoader.catalogue
     with recorder, _observed_model(built.model, recorder):
         recorder.begin_load()
         if job.module is not None:

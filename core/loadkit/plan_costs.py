@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from loadkit.execution import Target, expression_cost, files_of, moves_of, read_cost
 from loadkit.readers import can_alias
 from loadkit.readers.base import Reader
-from loadkit.tracing.expressions import Src
+from loadkit.tracing.expressions import Const, Src
+from loadkit.tracing.program import walk
 from loadkit.tracing.storage import FileLeaf
 
 if TYPE_CHECKING:
@@ -63,6 +64,14 @@ def costs_of(targets: Sequence[Target], reader: Reader, job: Job) -> Costs:
             staging = max(staging, check.staging)
         if target.storage.real is None and moves.alias is None:
             owned[id(target.storage)] = target.storage.numel * target.storage.itemsize
+    constants = {
+        item.tensor.untyped_storage()._cdata: item.tensor.untyped_storage().nbytes()
+        for target in targets
+        for _, expr in target.pieces
+        if not isinstance(expr, Src)
+        for item in walk(expr)
+        if isinstance(item, Const) and item.source is not None
+    }
     parameters = sum(target.nbytes for target in targets if target.is_parameter)
-    peak = staging + (sum(owned.values()) if host else 0)
+    peak = staging + sum(constants.values()) + (sum(owned.values()) if host else 0)
     return Costs(needed, read, aliased, parameters, peak)

@@ -15,7 +15,7 @@ from loadkit.text import printable
 from loadkit.tracing.blocks import DecodeBlocks
 from loadkit.tracing.coverage import reads_own_memory
 from loadkit.tracing.evaluate import ResultCache, evaluate, generate, strided
-from loadkit.tracing.expressions import Call, Const, Expr, Src
+from loadkit.tracing.expressions import Call, Const, Expr, Part, Src
 from loadkit.tracing.program import walk
 from loadkit.tracing.storage import FileLeaf, Storage
 from loadkit.tracing.view import View
@@ -89,13 +89,37 @@ def read_targets(
         run.alias(target, moves)
         run.fill(target, moves)
     run.strips(todo)
-    for target, moves in sorted(todo, key=lambda item: _first_offset(item[1])):
+    todo.sort(key=lambda item: _first_offset(item[1]))
+    last = _last_uses(todo)
+    for at, (target, moves) in enumerate(todo):
         run.compute(target, moves)
+        for origin in last.pop(at, ()):
+            run.cache.pop(origin, None)
     for target in targets:
         run.check(target)
     for file in files_of(targets):
         file.check_unchanged()
     return run.result, run.memory.flat
+
+
+def _last_uses(todo: list[tuple[Target, Moves]]) -> dict[int, list[int]]:
+    """After which target the result of a whole operation (by id) is not wanted any more."""
+    last: dict[int, int] = {}
+    for at, (_, moves) in enumerate(todo):
+        last |= dict.fromkeys(_origins([expr for _, expr in moves.computed]), at)
+    for target, _ in todo:
+        last |= dict.fromkeys(_origins([expr for _, expr, _ in target.checks]), len(todo))
+    uses: dict[int, list[int]] = {}
+    for origin, at in last.items():
+        uses.setdefault(at, []).append(origin)
+    return uses
+
+
+def _origins(exprs: list[Expr]) -> Iterator[int]:
+    for expr in exprs:
+        for item in walk(expr):
+            if isinstance(item, Part) and item.call.origin is not None:
+                yield id(item.call.origin)
 
 
 def _memory_of(tensor: torch.Tensor) -> int:

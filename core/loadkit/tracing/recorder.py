@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -74,6 +74,7 @@ class Recorder:
         self.data_reads: list[DataRead] = []
         self.yielded: list[str] = []
         self.not_asked: list[str] = []
+        self.makes_real_data = False  # the loader's weights come real, from nowhere known
         self._sources: list[Iterator[tuple[str, torch.Tensor]]] = []
         self.files: dict[str, str] = {}  # tensor -> its file's name
         self.refused: frozenset[str] = frozenset()
@@ -288,6 +289,17 @@ class Recorder:
         observed = self._observe(source)
         return _Observed(observed if then is None else then(observed))
 
+    def _pulled(
+        self, source: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights; a loader that makes real data does its own work unrecorded."""
+        while True:
+            with self.paused() if self.makes_real_data else nullcontext():
+                item = next(source, None)
+            if item is None:
+                return
+            yield item
+
     def drain(self) -> None:
         """Note the tensors that loader code never asked for."""
         for source in self._sources if not self.opaque_bytes else ():
@@ -297,7 +309,7 @@ class Recorder:
     def _observe(
         self, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in weights:
+        for name, tensor in self._pulled(iter(weights)):
             self.yielded.append(name)
             file = leaf_file(tensor)
             if file is not None:
