@@ -52,3 +52,15 @@ def test_the_targets_it_names_exist(root: Path) -> None:
     named = set(re.findall(r"`make ([a-z-]+)`", (root / "README.md").read_text()))
     makefile = set(re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(), re.MULTILINE))
     assert named and named <= makefile
+
+
+def test_the_install_lines_name_every_distribution(root: Path) -> None:
+    text = (root / "README.md").read_text()
+    lines = re.findall(r"^pip (?:install|wheel).* \./core .*$", text, re.MULTILINE)
+    rooms = ("core", "layers", "loaders/*", "plugins/*")
+    members = {path.parent for room in rooms for path in root.glob(f"{room}/pyproject.toml")}
+    assert len(lines) == 2
+    for line in lines:
+        assert line.endswith(" .")  # the umbrella
+        asked = [word[2:] for word in line.split() if word.startswith("./")]
+        assert {path for word in asked for path in root.glob(word) if path.is_dir()} == members
