@@ -72,8 +72,9 @@ def check_steps(prompt: dict[str, Any], ids: list[int], margins: list[float]) ->
 
 def margin(logits: torch.Tensor) -> float:
     """How much the best of [V] is better than the second."""
-    first, second = logits.topk(2).values.tolist()
-    return first - second
+    first, second = logits.topk(2).values
+    gap: float = (first - second).item()
+    return gap
 
 
 def test_the_whole_vocabularys_logits_are_kept_for_smollm2(root: Path) -> None:
