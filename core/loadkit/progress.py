@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any, Self
 
@@ -9,7 +10,7 @@ __all__ = ["Progress"]
 
 
 class Progress:
-    """A tqdm bar of bytes on stderr, or nothing at all."""
+    """A tqdm bar of bytes on stderr; nothing at all where that is no terminal."""
 
     def __init__(self, total: int, *, shown: bool, what: str = "loading") -> None:
         self._total = total
@@ -19,7 +20,8 @@ class Progress:
         self._bar: Any = None
 
     def __enter__(self) -> Self:
-        if self._shown:
+        # Asked here and not by tqdm, whose first bar starts a thread that stays, shown or not.
+        if self._shown and sys.stderr is not None and sys.stderr.isatty():
             from tqdm.auto import tqdm
 
             self._bar = tqdm(
@@ -29,7 +31,6 @@ class Progress:
                 unit_scale=True,
                 unit_divisor=1024,
                 leave=False,
-                disable=None,  # off where stderr is no terminal
             )
         return self
 

@@ -159,6 +159,7 @@ def job_for_module(
         model_config = model_config.with_dtype(
             str(dtype).removeprefix("torch."), source="requested"
         )
+        loader.download_model(model_config)
         config = LoadkitConfig(model_config, loader.load_config, parallel)
     except BaseException:
         opened.close()
