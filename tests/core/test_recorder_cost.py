@@ -141,15 +141,19 @@ class Staging(BaseModelLoader):
         model.load_weights(weights())  # type: ignore[operator]
 
 
-def test_real_tensors_may_come_through_one_buffer(tmp_path: Path) -> None:
+def test_real_tensors_may_come_through_one_buffer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def load(model: Any, weights: Weights) -> None:
         for name, tensor in weights:
             getattr(model, name).data.copy_(tensor[:3] * 2 if name == "b" else tensor[:3])
 
     like = {name: torch.zeros(3, 4) for name in "abc"}
     made = Checkpoint(tmp_path, {"a": torch.zeros(6, 4)}, like, load)
-    tables.loaders.register("staging", Staging, override=True)
-    result = loadkit.load(tmp_path, load_format="staging")
+    monkeypatch.setattr(tables.loaders, "_local", dict(tables.loaders._local))
+    tables.loaders.register("staging", Staging)
+    with made.registered():
+        result = loadkit.load(tmp_path, load_format="staging")
     values = {name: float(p[0, 0]) for name, p in result.model.named_parameters()}
     assert values == {"a": 97.0, "b": 196.0, "c": 99.0}
     assert words(result.plan) == dict.fromkeys("abc", "opaque")

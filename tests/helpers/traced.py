@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from torch import nn
 
 import loadkit
 from helpers.checkpoints import write_cfg, write_st
+from loadkit import tables
 from loadkit.config import LoadConfig
 from loadkit.load_plan import LoadPlan
 from loadkit.loader import LoadResult
@@ -56,17 +58,28 @@ class Checkpoint:
         init: Init | None = None,
     ) -> None:
         self.folder = folder
+        self.model = model_class(params, load, init)
         self.architecture = f"Tiny{uuid.uuid4().hex[:8]}"
-        ModelRegistry.register_model(self.architecture, model_class(params, load, init))
         write_cfg(folder, architectures=[self.architecture])
         write_st(folder / "model.safetensors", dict(weights))
 
     def plan(self, **options: Any) -> LoadPlan:
-        return loadkit.plan(self.folder, **options)
+        with self.registered():
+            return loadkit.plan(self.folder, **options)
 
     def load(self, reader: str = "pread", **options: Any) -> LoadResult:
         config = LoadConfig(reader=reader, use_tqdm_on_load=False)
-        return loadkit.load(self.folder, load_config=config, **options)
+        with self.registered():
+            return loadkit.load(self.folder, load_config=config, **options)
+
+    @contextmanager
+    def registered(self) -> Iterator[None]:
+        """The model has its name inside."""
+        ModelRegistry.register_model(self.architecture, self.model)
+        try:
+            yield
+        finally:
+            del tables.models._local[self.architecture]
 
 
 def each(place: Callable[[nn.Module, str, Tensor], Any]) -> LoadWeights:
