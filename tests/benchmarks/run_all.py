@@ -33,6 +33,22 @@ def dense(small: bool, cold: bool) -> Benchmark:
     )
 
 
+def startup(small: bool, cold: bool) -> Benchmark:
+    """The command's help against a bare interpreter, and against importing torch."""
+    return Benchmark(
+        "startup",
+        [
+            Variant("python", "startup:start", {"args": ["-c", "pass"]}),
+            Variant("import loadkit", "startup:start", {"args": ["-c", "import loadkit"]}),
+            Variant("loadkit --help", "startup:cli", {"args": ["--help"]}),
+            Variant("loadkit plan --help", "startup:cli", {"args": ["plan", "--help"]}),
+            Variant("import torch", "startup:start", {"args": ["-c", "import torch"]}),
+        ],
+        base="python",
+        columns=("child_cpu_s",),
+    )
+
+
 def trace(small: bool, cold: bool) -> Benchmark:
     """Tracing a weight loader against running it on real tensors."""
     folder = generate.sparse(generate.MANY, 222 if small else 1111)
@@ -112,6 +128,7 @@ def gguf_load(small: bool, cold: bool) -> Benchmark:
 
 BENCHMARKS: dict[str, Callable[[bool, bool], Benchmark]] = {
     "dense": dense,
+    "startup": startup,
     "trace": trace,
     "plan": plan,
     "gguf-decode": gguf_types,
