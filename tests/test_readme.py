@@ -43,7 +43,7 @@ def test_the_five_lines_of_python_run(root: Path, place: Path) -> None:
 )
 def test_a_command_of_the_readme_runs(root: Path, place: Path, line: str) -> None:
     assert line.split()[0] in (root / "README.md").read_text()
-    command = [Path(sys.executable).with_name("loadkit"), *line.split()]
+    command: list[str | Path] = [Path(sys.executable).with_name("loadkit"), *line.split()]
     done = subprocess.run(command, capture_output=True, text=True, cwd=place)
     assert done.returncode == 0, done.stderr
 

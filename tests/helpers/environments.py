@@ -18,6 +18,7 @@ import sys
 import tomllib
 import venv
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -41,9 +42,10 @@ def run(*command: str | Path, code: int = 0) -> str:
     return done.stderr if code else done.stdout
 
 
-def project(member: Path) -> dict:
+def project(member: Path) -> dict[str, Any]:
     """The ``[project]`` table of a distribution."""
-    return tomllib.loads((member / "pyproject.toml").read_text())["project"]
+    found: dict[str, Any] = tomllib.loads((member / "pyproject.toml").read_text())["project"]
+    return found
 
 
 def build_wheels(folder: Path) -> Path:

@@ -155,8 +155,10 @@ def test_an_extra_brings_its_format(gguf: environments.Environment) -> None:
 def test_with_the_extra_a_lone_file_speaks(
     gguf: environments.Environment, alphabet: Path, options: tuple[str, ...]
 ) -> None:
-    line = ["generate", alphabet, "--prompt", "say a", "--max-new-tokens", "8", *options]
-    assert gguf.loadkit(*line) == "bcdefghi\n"
+    said = gguf.loadkit(
+        "generate", alphabet, "--prompt", "say a", "--max-new-tokens", "8", *options
+    )
+    assert said == "bcdefghi\n"
 
 
 def test_with_the_extra_smollm2_says_what_it_says_in_llama_cpp(
@@ -164,8 +166,8 @@ def test_with_the_extra_smollm2_says_what_it_says_in_llama_cpp(
 ) -> None:
     data = environments.ROOT / "tests/data/smollm2-135m-dequant-f32.llamacpp.json"
     prompt = json.loads(data.read_text())["prompts"]["p1"]
-    line = ["generate", smollm2, "--prompt", prompt["text"], "--dtype", "float32"]
-    answer = json.loads(gguf.loadkit(*line, "--max-new-tokens", "12", "--json"))
+    options = ["--prompt", prompt["text"], "--dtype", "float32", "--max-new-tokens", "12"]
+    answer = json.loads(gguf.loadkit("generate", smollm2, *options, "--json"))
     assert answer["prompt_ids"] == prompt["prompt_ids"]
     assert answer["output_ids"] == prompt["greedy24_ids"][:12]
     for name in ("transformers", "gguf", "sentencepiece"):  # nor does it need these
