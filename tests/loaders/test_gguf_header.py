@@ -140,7 +140,7 @@ def test_headers_at_the_limits_take_linear_time() -> None:
     assert len(header.tensors) == count and len(header.metadata) == count + 1
 
 
-def test_G07_a_big_endian_file_is_called_so(tmp_path: Path) -> None:
+def test_GG_02_G07_a_big_endian_file_is_called_so(tmp_path: Path) -> None:
     error = error_of(write_row("G07", tmp_path / "m.gguf"))
     assert "big-endian GGUF" in str(error) and "version 3" in str(error)
     assert error.detail == {"byte_order": "big", "version": 3}
