@@ -61,9 +61,9 @@ if TYPE_CHECKING:
     from loadkit.interfaces import SupportsScoring as SupportsScoring
     from loadkit.interfaces import SupportsTranscription as SupportsTranscription
     from loadkit.interfaces import is_pooling_model as is_pooling_model
+    from loadkit.iteration import iter_weights as iter_weights
     from loadkit.load_plan import LoadPlan as LoadPlan
     from loadkit.loader import LoadResult as LoadResult
-    from loadkit.loader import iter_weights as iter_weights
     from loadkit.loader import load as load
     from loadkit.loader import load_into as load_into
     from loadkit.loader import load_model as load_model
@@ -222,9 +222,9 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "SupportsTranscription",
         "is_pooling_model",
     ),
+    "iteration": ("iter_weights",),
     "loader": (
         "LoadResult",
-        "iter_weights",
         "load",
         "load_into",
         "load_model",

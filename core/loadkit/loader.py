@@ -14,27 +14,19 @@ from torch import nn
 from loadkit import plugins
 from loadkit.build import build
 from loadkit.errors import LoadkitError, ModelError
-from loadkit.execution import Target, files_of
 from loadkit.finish import check_ready, place, process_weights_after_loading
 from loadkit.load_plan import LoadPlan
 from loadkit.origin import origin_of, remember, remember_load
 from loadkit.plan import Planned, collector_paused, make_plan, plan_without_model
 from loadkit.progress import Progress
 from loadkit.read import ReadResult, read_targets
-from loadkit.readers import choose_reader
 from loadkit.report import LoadReport, PeakMeter, Stopwatch
 from loadkit.resolve import Job, job_for_module, resolve
-from loadkit.tracing.evaluate import strided
-from loadkit.tracing.lazy_tensor import LazyTensor
-from loadkit.tracing.program import resolve as resolve_value
-from loadkit.tracing.storage import Storage, Unwritten
-from loadkit.tracing.view import contiguous
 
 if TYPE_CHECKING:
-    from loadkit.config import LoadConfig
     from loadkit.mapper import WeightsMapper
 
-__all__ = ["LoadResult", "iter_weights", "load", "load_into", "load_model", "plan", "run_line"]
+__all__ = ["LoadResult", "load", "load_into", "load_model", "plan", "run_line"]
 
 
 _UNUSABLE = "loadkit_unusable"  # attribute of a model whose load failed half-way: why
@@ -281,41 +273,3 @@ def load_into(
     if mapper is not None and (origin := origin_of(module)) is not None:
         remember(module, replace(origin, mapper=mapper))
     return result
-
-
-def iter_weights(
-    source: str | os.PathLike[str], *, load_format: str = "auto", load_config: Any = None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a checkpoint, by its checkpoint name, one in memory at a time.
-
-    Yields:
-        (name, tensor) in file order; the tensor has the file's shape and dtype, on the CPU, in
-        memory of its own.
-
-    Raises:
-        LoadkitError: the source or its headers are refused, a read failed, or a file changed.
-    """
-    job = job_for_module(nn.Module(), source, load_format=load_format, load_config=load_config)
-    try:
-        owned = replace(job.load_config, alias="never")
-        for name, tensor in job.loader.catalogue(job.config.model_config):
-            yield name, _in_memory(tensor, name, owned)
-    finally:
-        job.close()
-
-
-def _in_memory(tensor: torch.Tensor, name: str, load_config: LoadConfig) -> torch.Tensor:
-    """A catalogue's tensor with its numbers, read as those of a parameter are."""
-    if not isinstance(tensor, LazyTensor):
-        return tensor
-    view = contiguous(tuple(tensor.size()), tensor.dtype.itemsize)
-    storage = Storage(Unwritten(name), view.numel, view.itemsize)
-    pieces = [(view, resolve_value(tensor.lazy_value()))]
-    target = Target((name,), storage, view, tensor.dtype, False, pieces)
-    reader = choose_reader(load_config, files_of([target]), "cpu").reader
-    try:
-        _, memory = read_targets([target], reader, device=torch.device("cpu"), alias=False)
-    finally:
-        reader.close()
-    flat = memory.get(id(storage), torch.empty(0, dtype=tensor.dtype))
-    return strided(flat, view, tensor.dtype)

@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 import loadkit
 from helpers.checkpoints import llama_sd, write_cfg, write_llama
 from loadkit.config import LoadConfig, ParallelConfig
-from loadkit.errors import CheckpointError, ModelError, PlanError, ReadError
+from loadkit.errors import CheckpointError, LoadkitError, ModelError, PlanError, ReadError
 from loadkit.load_plan import LoadPlan
+from loadkit.report import PeakMeter
 
 SIZES = {"hidden": 64, "heads": 8, "kv_heads": 2, "ffn": 48, "vocab": 100, "layers": 2}
 ROW_PARALLEL = ("o_proj", "down_proj")
@@ -210,9 +211,38 @@ def test_every_descriptor_is_closed(tmp_path: Path) -> None:
 
 def test_weights_can_be_iterated(tmp_path: Path) -> None:
     sd = write_llama(tmp_path, shards=2)
-    seen = dict(loadkit.iter_weights(tmp_path))
-    assert seen.keys() == sd.keys()
-    assert all(seen[name].equal(tensor) for name, tensor in sd.items())
+    for options in ({}, {"reader": "mmap"}, {"reader": "pread"}):
+        seen = dict(loadkit.iter_weights(tmp_path, load_config=LoadConfig(**options)))
+        assert seen.keys() == sd.keys()
+        assert all(seen[name].equal(tensor) for name, tensor in sd.items())
+
+
+def test_iterated_weights_are_in_memory_once_and_their_own(tmp_path: Path) -> None:
+    sizes = [3 << 20, 2 << 20, 1 << 20]
+    sd = {f"w{i}": torch.full((n,), float(i)) for i, n in enumerate(sizes)}
+    save_file(
+        {**sd, "empty": torch.zeros(0, 3), "number": torch.tensor(7)}, tmp_path / "m.safetensors"
+    )
+    for name, _ in loadkit.iter_weights(tmp_path / "m.safetensors"):
+        assert name  # everything is imported
+    with PeakMeter(0.001) as meter:
+        weights = loadkit.iter_weights(tmp_path / "m.safetensors")
+        for name, tensor in weights:
+            assert name not in sd or tensor.equal(sd[name])
+            del tensor
+    assert meter.peak()["host_anonymous_bytes"] < 4 * sizes[0] + (6 << 20)
+    shapes = {name: list(t.shape) for name, t in loadkit.iter_weights(tmp_path / "m.safetensors")}
+    assert (shapes["empty"], shapes["number"]) == ([0, 3], [])
+
+
+def test_iterated_weights_of_a_file_that_changes_are_an_error(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    weights = loadkit.iter_weights(tmp_path)
+    next(weights)
+    os.truncate(tmp_path / "model.safetensors", 3000)
+    with pytest.raises(LoadkitError) as caught:
+        list(weights)
+    assert caught.value.code in ("E_CHANGED", "E_TRUNCATED")
 
 
 class Plain(torch.nn.Module):
