@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from loadkit import plugins, tables
+from loadkit import tables
+from loadkit.auto_choices import device_of, format_of, with_dtype
 from loadkit.base_loader import BaseModelLoader
 from loadkit.config import LoadConfig, LoadkitConfig, ModelConfig, ParallelConfig
-from loadkit.detect import detect_load_format
-from loadkit.errors import ConfigFileError, LoadkitError, OptionError
+from loadkit.errors import OptionError
 from loadkit.quantization import configure_quant_config
 from loadkit.sources import Source, open_source
-from loadkit.text import printable
 from loadkit.unused_options import refuse_unused
 
 if TYPE_CHECKING:
     from torch import nn
 
 __all__ = ["Job", "job_for_loader", "job_for_module", "resolve", "resolve_config"]
-
-log = logging.getLogger("loadkit")
 
 Value = TypeVar("Value")
 
@@ -210,28 +205,13 @@ def _loader_for(
     """The loader of the format that was named, or that the files are in."""
     why = "asked for by name"
     if load_config.load_format == "auto":
-        name, why = _detect(source)
+        name, why = format_of(source)
         load_config = replace(load_config, load_format=name)
     loader_class: Any = tables.loaders.lookup(load_config.load_format)
     loader: BaseModelLoader = loader_class(load_config)
     loader.source, loader.parallel = source, parallel
     refuse_unused(load_config, loader, source)
     return loader, why
-
-
-def _detect(source: Source) -> tuple[str, str]:
-    """``auto``: the files decide; hook plugins are asked where the core does not know."""
-    listing = source.list()
-    try:
-        found = detect_load_format(listing)
-        return found.load_format, found.why
-    except LoadkitError:
-        answer = plugins.call(
-            "detect_load_format", source=source.uri, files=listing, model_config=None
-        )
-        if not answer:
-            raise
-        return str(answer), "a plugin recognised it"
 
 
 def _job(
@@ -250,7 +230,7 @@ def _job(
         list(model_config.architectures), model_config
     )
     loader.download_model(model_config)
-    model_config = _with_dtype(model_config, loader)
+    model_config = with_dtype(model_config, loader)
     loader.model_class = model_class
     quant_config = loader.get_quant_config(model_config)
     config = LoadkitConfig(model_config, load_config, parallel, quant_config)
@@ -267,7 +247,7 @@ def _job(
         model_class_name=f"{model_class.__module__}:{model_class.__qualname__}",
         architecture=architecture,
         distribution=_distribution(architecture),
-        device=_device(device, load_config),
+        device=device_of(device, load_config),
         strict=strict,
     )
 
@@ -278,50 +258,3 @@ def _distribution(architecture: str) -> str:
         if entry.name == architecture:
             return entry.distribution or ""
     return ""
-
-
-def _device(device: Any, load_config: LoadConfig) -> str:
-    """The device as torch spells it.
-
-    Raises:
-        OptionError: there is no such device here; says which there are.
-    """
-    name = str(device if device is not None else load_config.device or "cpu")
-    there = {"cpu"}
-    if torch.accelerator.is_available():
-        kind = str(torch.accelerator.current_accelerator())
-        there |= {kind, *(f"{kind}:{i}" for i in range(torch.accelerator.device_count()))}
-    with suppress(RuntimeError):  # no device at all, as torch reads it
-        found = torch.device(name)
-        if found.type == "cpu":
-            return "cpu"
-        if str(found) in there:
-            return name
-    raise OptionError(
-        f"device '{printable(name, 80)}' is not available here; available: "
-        f"{', '.join(sorted(there))}"
-    )
-
-
-def _with_dtype(model_config: ModelConfig, loader: BaseModelLoader) -> ModelConfig:
-    """Dtype "auto" without a word in the config: what most of the checkpoint's bytes are in."""
-    if model_config.dtype_name != "auto":
-        return model_config
-    bytes_of: dict[torch.dtype, int] = {}
-    try:
-        for _, tensor in loader.catalogue(model_config):
-            if tensor.is_floating_point():
-                size = tensor.numel() * tensor.dtype.itemsize
-                bytes_of[tensor.dtype] = bytes_of.get(tensor.dtype, 0) + size
-    except NotImplementedError:
-        log.info("the loader has no catalogue to take the dtype from")
-    wide = {dtype: size for dtype, size in bytes_of.items() if dtype.itemsize > 1}
-    if not wide:
-        raise ConfigFileError(
-            f"neither {model_config.config_file} nor the checkpoint's tensors say which dtype the "
-            "model has",
-            file=model_config.config_file,
-            hint="give dtype='bfloat16' or another",
-        )
-    best = max(wide, key=lambda dtype: wide[dtype])
-    return model_config.with_dtype(str(best).removeprefix("torch."))

@@ -1,0 +1,95 @@
+"""What a load decides where it is not told: its format, its dtype, its device."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from loadkit import plugins
+from loadkit.detect import detect_load_format
+from loadkit.errors import ConfigFileError, LoadkitError, OptionError
+from loadkit.text import printable
+
+if TYPE_CHECKING:
+    from loadkit.base_loader import BaseModelLoader
+    from loadkit.config import LoadConfig, ModelConfig
+    from loadkit.sources import Source
+
+__all__ = ["device_of", "format_of", "with_dtype"]
+
+log = logging.getLogger("loadkit")
+
+
+def format_of(source: Source) -> tuple[str, str]:
+    """The load format that a source's files are in, and why.
+
+    Hook plugins are asked where the core does not know.
+
+    Raises:
+        NoWeightsError: nothing there that any format reads.
+    """
+    listing = source.list()
+    try:
+        found = detect_load_format(listing)
+        return found.load_format, found.why
+    except LoadkitError:
+        answer = plugins.call(
+            "detect_load_format", source=source.uri, files=listing, model_config=None
+        )
+        if not answer:
+            raise
+        return str(answer), "a plugin recognised it"
+
+
+def device_of(device: Any, load_config: LoadConfig) -> str:
+    """The device as torch spells it; cpu where none is named.
+
+    Raises:
+        OptionError: there is no such device here; says which there are.
+    """
+    name = str(device if device is not None else load_config.device or "cpu")
+    there = {"cpu"}
+    if torch.accelerator.is_available():
+        kind = str(torch.accelerator.current_accelerator())
+        there |= {kind, *(f"{kind}:{i}" for i in range(torch.accelerator.device_count()))}
+    with suppress(RuntimeError):  # no device at all, as torch reads it
+        found = torch.device(name)
+        if found.type == "cpu":
+            return "cpu"
+        if str(found) in there:
+            return name
+    raise OptionError(
+        f"device '{printable(name, 80)}' is not available here; available: "
+        f"{', '.join(sorted(there))}"
+    )
+
+
+def with_dtype(model_config: ModelConfig, loader: BaseModelLoader) -> ModelConfig:
+    """Dtype "auto" without a word in the config: what most of the checkpoint's bytes are in.
+
+    Raises:
+        ConfigFileError: no tensor of the checkpoint has a dtype that a model could have.
+    """
+    if model_config.dtype_name != "auto":
+        return model_config
+    bytes_of: dict[torch.dtype, int] = {}
+    try:
+        for _, tensor in loader.catalogue(model_config):
+            if tensor.is_floating_point():
+                size = tensor.numel() * tensor.dtype.itemsize
+                bytes_of[tensor.dtype] = bytes_of.get(tensor.dtype, 0) + size
+    except NotImplementedError:
+        log.info("the loader has no catalogue to take the dtype from")
+    wide = {dtype: size for dtype, size in bytes_of.items() if dtype.itemsize > 1}
+    if not wide:
+        raise ConfigFileError(
+            f"neither {model_config.config_file} nor the checkpoint's tensors say which dtype the "
+            "model has",
+            file=model_config.config_file,
+            hint="give dtype='bfloat16' or another",
+        )
+    best = max(wide, key=lambda dtype: wide[dtype])
+    return model_config.with_dtype(str(best).removeprefix("torch."))
