@@ -17,6 +17,7 @@ from loadkit.execution import Target, files_of
 from loadkit.load_plan import SHOWN, Problem, Row
 from loadkit.name_hints import likely_prefix
 from loadkit.plan_costs import Costs, costs_of
+from loadkit.plan_places import Place, places
 from loadkit.plan_rows import rows_of
 from loadkit.readers.base import Reader
 from loadkit.sources.base import File
@@ -34,12 +35,10 @@ from loadkit.tracing.coverage import (
 )
 from loadkit.tracing.expressions import Const, Expr, Filled, Missing, Replay
 from loadkit.tracing.lazies import view_of
-from loadkit.tracing.lazy_tensor import LazyTensor, leaf_names
-from loadkit.tracing.leaks import held_tensors
+from loadkit.tracing.lazy_tensor import leaf_names
 from loadkit.tracing.program import resolve, resolve_region, walk
 from loadkit.tracing.replay import holes
 from loadkit.tracing.storage import Fill, Storage, Value
-from loadkit.tracing.view import View
 
 if TYPE_CHECKING:
     from loadkit.build import Built
@@ -72,8 +71,8 @@ class TargetFinder:
     def find(self) -> None:
         """Fill the lists."""
         self._misfits()
-        for names, tensor, is_parameter, module in self._places():
-            self._target(names, tensor, is_parameter, module)
+        for place in places(self.model, self.recorder):
+            self._target(place)
         self._unused()
         self._remarks()
         for found in (self.problems, self.notes):
@@ -84,61 +83,12 @@ class TargetFinder:
         file = self.recorder.files.get(problem.tensor or "")
         return problem if problem.file or file is None else replace(problem, file=file)
 
-    # ------------------------------------------------------------ places
-
-    def _places(self) -> Iterator[tuple[tuple[str, ...], torch.Tensor, bool, nn.Module]]:
-        """Every parameter once, with all of its names, then every buffer that was written."""
-        names: dict[tuple[int, View], list[str]] = {}
-        first: dict[tuple[int, View], tuple[torch.Tensor, nn.Module]] = {}
-        for prefix, module in self.model.named_modules(remove_duplicate=False):
-            for name, param in module._parameters.items():
-                if param is None or isinstance(param, LazyTensor):
-                    continue
-                if is_lazy(param):
-                    where = f"{prefix}.{name}" if prefix else name
-                    text = f"parameter {where} has no shape: load_weights did not give it one"
-                    self._problem("UNINITIALISED", text, where)
-                    continue
-                key = (param.untyped_storage()._cdata, view_of(param))
-                names.setdefault(key, []).append(f"{prefix}.{name}" if prefix else name)
-                first.setdefault(key, (param, module))
-        for key, (param, module) in first.items():
-            yield tuple(names[key]), param, True, module
-        seen: set[int] = set()
-        for prefix, module in self.model.named_modules():
-            for name, buffer in module._buffers.items():
-                if buffer is None or isinstance(buffer, LazyTensor) or id(buffer) in seen:
-                    continue
-                seen.add(id(buffer))
-                if self.recorder.is_changed(buffer):
-                    yield (f"{prefix}.{name}" if prefix else name,), buffer, False, module
-        for name, held in self._held_elsewhere():
-            yield (name,), held, False, self.model
-
-    def _held_elsewhere(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Real tensors beside parameters and buffers that were written to: attributes, mostly."""
-        parts = {
-            t.untyped_storage()._cdata
-            for t in (*self.model.parameters(), *self.model.buffers())
-            if not isinstance(t, LazyTensor) and not is_lazy(t)
-        }
-        done: set[int] = set()
-        for held in held_tensors(self.model):
-            if held.is_part or isinstance(held.tensor, LazyTensor):
-                continue
-            if held.tensor.device.type == "meta" or held.tensor.layout != torch.strided:
-                continue
-            key = held.tensor.untyped_storage()._cdata
-            storage = self.recorder.tracked(held.tensor)
-            if key in parts or key in done or storage is None or storage.real is None:
-                continue
-            done.add(key)
-            if storage.writes:
-                yield held.where, storage.real
-
-    def _target(
-        self, names: tuple[str, ...], tensor: torch.Tensor, is_parameter: bool, module: nn.Module
-    ) -> None:
+    def _target(self, place: Place) -> None:
+        names, tensor, is_parameter, module = place
+        if is_lazy(tensor):
+            text = f"parameter {names[0]} has no shape: load_weights did not give it one"
+            self._problem("UNINITIALISED", text, names[0])
+            return
         storage = self.recorder.track(tensor)
         view = view_of(tensor)
         try:

@@ -1,0 +1,87 @@
+"""Everything of a traced model that may have been written to, each once, with its names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from loadkit.tracing.lazies import view_of
+from loadkit.tracing.lazy_tensor import LazyTensor
+from loadkit.tracing.leaks import held_tensors
+from loadkit.tracing.recorder import Recorder
+from loadkit.tracing.view import View
+
+__all__ = ["Place", "places"]
+
+
+class Place(NamedTuple):
+    """A tensor under all of its names, and the module that has it first."""
+
+    names: tuple[str, ...]
+    tensor: torch.Tensor
+    is_parameter: bool
+    module: nn.Module
+
+
+def places(model: nn.Module, recorder: Recorder) -> Iterator[Place]:
+    """Every parameter, then buffers and other tensors of the model that were written to.
+
+    Parameters that are one view of one memory are one place (tied weights).
+    """
+    yield from _parameters(model)
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or isinstance(buffer, LazyTensor) or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            if recorder.is_changed(buffer):
+                yield Place((_dotted(prefix, name),), buffer, False, module)
+    yield from _held_elsewhere(model, recorder)
+
+
+def _parameters(model: nn.Module) -> Iterator[Place]:
+    names: dict[tuple[int, View | None], list[str]] = {}
+    first: dict[tuple[int, View | None], tuple[torch.Tensor, nn.Module]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, param in module._parameters.items():
+            if param is None or isinstance(param, LazyTensor):
+                continue
+            if is_lazy(param):
+                key: tuple[int, View | None] = (id(param), None)
+            else:
+                key = (param.untyped_storage()._cdata, view_of(param))
+            names.setdefault(key, []).append(_dotted(prefix, name))
+            first.setdefault(key, (param, module))
+    for key, (param, module) in first.items():
+        yield Place(tuple(names[key]), param, True, module)
+
+
+def _held_elsewhere(model: nn.Module, recorder: Recorder) -> Iterator[Place]:
+    """Real tensors beside parameters and buffers that were written to: attributes, mostly."""
+    parts = {
+        t.untyped_storage()._cdata
+        for t in (*model.parameters(), *model.buffers())
+        if not isinstance(t, LazyTensor) and not is_lazy(t)
+    }
+    done: set[int] = set()
+    for held in held_tensors(model):
+        if held.is_part or isinstance(held.tensor, LazyTensor):
+            continue
+        if held.tensor.device.type == "meta" or held.tensor.layout != torch.strided:
+            continue
+        key = held.tensor.untyped_storage()._cdata
+        storage = recorder.tracked(held.tensor)
+        if key in parts or key in done or storage is None or storage.real is None:
+            continue
+        done.add(key)
+        if storage.writes:
+            yield Place((held.where,), storage.real, False, model)
+
+
+def _dotted(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
