@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -151,12 +153,14 @@ def test_recorded_programs_are_seldom_given_up() -> None:
     assert known > 0.7 * total
 
 
-def on_disk(folder: Path, weights: list[Tensor]) -> list[Tensor]:
-    """The weights as lazy tensors of a real file."""
+@contextmanager
+def on_disk(folder: Path, weights: list[Tensor]) -> Iterator[list[Tensor]]:
+    """The weights as lazy tensors of a real file, open inside."""
     write_st(folder / "w.safetensors", {f"w{i}": w for i, w in enumerate(weights)})
-    header = read_header(open_source(folder, LoadConfig()).open("w.safetensors"))
-    found = {info.name: lazy_from_info(info) for info in header.tensors}
-    return [found[f"w{i}"] for i in range(len(weights))]
+    with open_source(folder, LoadConfig()) as source:
+        header = read_header(source.open("w.safetensors"))
+        found = {info.name: lazy_from_info(info) for info in header.tensors}
+        yield [found[f"w{i}"] for i in range(len(weights))]
 
 
 @pytest.mark.parametrize("reader", [PreadReader, MmapReader])
@@ -167,9 +171,10 @@ def test_programs_over_files_equal_real_ones(
     rng = random.Random(seed)
     made = case(seed, [rng.randrange(10**9) for _ in range(16)], 1 + seed % 4)
     real = run_real(made)
-    out = run_lazy(made, real.good, on_disk(tmp_path, made.weights), reader=reader(LoadConfig()))
-    if out is not None:
-        check(real, out)
+    with on_disk(tmp_path, made.weights) as weights, closing(reader(LoadConfig())) as opened:
+        out = run_lazy(made, real.good, weights, reader=opened)
+        if out is not None:
+            check(real, out)
 
 
 def numbered(made: Case) -> Case:
@@ -213,7 +218,8 @@ def test_bytes_needed_are_the_bytes_of_the_elements_selected(tmp_path: Path, see
     made = numbered(case(seed, [rng.randrange(10**9) for _ in range(14)], 1 + seed % 4))
     total = sum(w.numel() for w in made.weights)
     real = run_real(made, plain=True)
-    out = run_lazy(made, real.good, on_disk(tmp_path, made.weights), plain=True)
+    with on_disk(tmp_path, made.weights) as weights:
+        out = run_lazy(made, real.good, weights, plain=True)
     assert out is not None
     for a, sure, target in zip(real.one.params, out.known, out.targets, strict=True):
         if replayed(target):

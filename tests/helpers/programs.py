@@ -515,8 +515,12 @@ def run_recorded(
             sure.as_strided(at.size, at.stride, at.offset).fill_(True)
         known.append(sure.as_strided(view.size, view.stride, view.offset))
         targets.append(Target((name,), storage, view, param.dtype, True, good))
-    reader = reader or PreadReader(LoadConfig())
-    _, memory = read_targets(targets, reader, device=torch.device("cpu"), alias=alias)
+    opened = reader or PreadReader(LoadConfig())
+    try:
+        _, memory = read_targets(targets, opened, device=torch.device("cpu"), alias=alias)
+    finally:
+        if reader is None:
+            opened.close()
     values = [
         strided(memory[id(t.storage)], t.view, t.dtype)
         if id(t.storage) in memory
