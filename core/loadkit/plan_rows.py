@@ -41,8 +41,8 @@ def _within(target: Target, view: View) -> Region:
 def _rows(
     expr: Expr, parameter: str, region: Region, kind: str, reason: str | None = None
 ) -> list[Row]:
-    """A row for everything an expression is made of."""
-    found = list(_leaves(expr))
+    """A row for everything an expression is made of, each region once."""
+    found = dict.fromkeys(_leaves(expr))
     word = exactness(expr) if found else "exact"
     return [
         Row(tensor, file, source, parameter, region, word, kind, reason)

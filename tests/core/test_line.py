@@ -337,6 +337,27 @@ def test_a_module_whose_memory_was_exchanged_gets_it_back_from_a_bad_plan(tmp_pa
     assert "loadkit_unusable" not in module.__dict__
 
 
+def test_a_region_that_is_used_twice_is_one_row(tmp_path: Path) -> None:
+    class Centred(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.zeros(4))
+
+        def load_weights(self, weights: object) -> None:
+            for _, weight in weights:  # type: ignore[attr-defined]
+                centred = weight - weight.mean()
+                self.w.data.copy_(centred / (centred * centred).sum().sqrt())
+
+    value = torch.tensor([1.0, 2.0, 4.0, 9.0])
+    save_file({"w": value}, tmp_path / "weights.safetensors")
+    module = Centred()
+    plan = loadkit.load_into(module, tmp_path / "weights.safetensors").plan
+    assert [(row.tensor, row.kind) for row in plan.rows] == [("w", "compute")]
+    assert plan.bytes_needed == plan.bytes_to_read == 16
+    expected = value - value.mean()
+    assert module.w.equal(expected / (expected * expected).sum().sqrt())
+
+
 def test_a_failed_post_processing_names_its_module_and_marks_the_model(tmp_path: Path) -> None:
     class Inner(torch.nn.Linear):
         def process_weights_after_loading(self, dtype: torch.dtype) -> None:
