@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from torch import nn
 import loadkit
 from helpers.checkpoints import llama_shapes, write_sparse_llama
 from loadkit.config import ParallelConfig
+from loadkit.readers.mmap import MmapReader
 from loadkit.sources.local import LocalFile
 
 TENSORS = 1137
@@ -42,7 +44,17 @@ def test_all_eight_ranks_of_a_405b_are_planned_without_a_weight_byte(
         seen.append((file.name, offset, nbytes))
         return read(file, offset, nbytes)
 
+    def no_read(*args: object) -> int:
+        raise AssertionError("weights were read")
+
+    def no_view(self: MmapReader, file: LocalFile, offset: int, nbytes: int) -> torch.Tensor:
+        assert nbytes == 0  # it only maps the file
+        return view(self, file, offset, nbytes)
+
+    view = MmapReader.view
     monkeypatch.setattr(LocalFile, "read", counting)
+    monkeypatch.setattr(os, "preadv", no_read)
+    monkeypatch.setattr(MmapReader, "view", no_view)
     began = time.process_time()
     plans = [
         loadkit.plan(llama_405b, parallel=ParallelConfig(tp_size=8, tp_rank=at)) for at in range(8)
