@@ -24,7 +24,10 @@ class Progress:
         if self._shown and sys.stderr is not None and sys.stderr.isatty():
             from tqdm.auto import tqdm
 
-            self._bar = tqdm(
+            class Bar(tqdm):  # type: ignore[type-arg]
+                monitor_interval = 0  # no thread of its own, which would outlive the bar
+
+            self._bar = Bar(
                 total=self._total,
                 desc=self._what,
                 unit="B",

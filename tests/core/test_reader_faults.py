@@ -139,7 +139,10 @@ def test_an_error_of_the_nth_call_is_raised_for_every_n_until_none_is_left(
         finally:
             reader.close()
     assert nth > 15
-    assert {e.tensor for e in errors} == {"first", "staged", "vector", "alone", "huge"}
+    tensors = {e.tensor for e in errors}
+    # With several threads it is chance whose call is the nth; alone, every extent's turn comes.
+    assert tensors <= {"first", "staged", "vector", "alone", "huge"}
+    assert threads > 1 or len(tensors) == 5
     assert {(e.code, e.errno, e.file) for e in errors} == {("E_IO", errno.EIO, "weights.bin")}
     assert [e.offset is not None and str(e.tensor) in str(e) for e in errors] == [True] * len(
         errors
