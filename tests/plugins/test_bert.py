@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import loadkit
 from helpers.families import Case, Tensors, build, fused, load, positions_of, run
 from helpers.four_ranks import FourRanks
 from loadkit.config import LoadConfig, ParallelConfig
@@ -182,12 +183,8 @@ def test_half_a_pooler_is_not_enough() -> None:
     assert set(dict(model.named_parameters())) - loaded == {"pooler.dense.bias"}
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_the_ranks_shards_put_together_are_the_checkpoint(tp: int, cases: dict[str, Case]) -> None:
-    case = cases["plain"]
-    models = [build(BERT, case.config, ParallelConfig(tp_size=tp, tp_rank=r)) for r in range(tp)]
-    for model in models:
-        load(model, case.weights)
+def joined(models: list[torch.nn.Module], words: int) -> Tensors:
+    """The checkpoint that the ranks hold together: fused parts apart, padding rows left out."""
     found: Tensors = {}
     for name, _ in models[0].named_parameters():
         parts = [dict(model.named_parameters())[name].data for model in models]
@@ -196,7 +193,7 @@ def test_the_ranks_shards_put_together_are_the_checkpoint(tp: int, cases: dict[s
             for index, one in enumerate(("query", "key", "value")):
                 found[name.replace("qkv_proj", one)] = torch.cat([pieces[index] for pieces in cut])
         elif "word_embeddings" in name:
-            found[name] = torch.cat(parts)[:77]
+            found[name] = torch.cat(parts)[:words]
         elif "intermediate" in name:
             found[name] = torch.cat(parts)
         elif name.endswith("output.dense.weight"):
@@ -204,9 +201,34 @@ def test_the_ranks_shards_put_together_are_the_checkpoint(tp: int, cases: dict[s
         else:
             found[name] = parts[0]
             assert all(torch.equal(part, parts[0]) for part in parts)
+    return found
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_the_ranks_shards_put_together_are_the_checkpoint(tp: int, cases: dict[str, Case]) -> None:
+    case = cases["plain"]
+    models = [build(BERT, case.config, ParallelConfig(tp_size=tp, tp_rank=r)) for r in range(tp)]
+    for model in models:
+        load(model, case.weights)
+    found = joined(models, 77)
     assert found.keys() == case.weights.keys()
     for name, value in case.weights.items():
         assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_the_ranks_of_the_real_minilm_put_together_are_its_file(tp: int, minilm: Path) -> None:
+    results = [
+        loadkit.load(minilm, parallel=ParallelConfig(tp_size=tp, tp_rank=rank))
+        for rank in range(tp)
+    ]
+    found = joined([result.model for result in results], 30522)
+    file = load_file(minilm / "model.safetensors")
+    assert file.keys() - found.keys() == {"embeddings.position_ids"}
+    assert all(result.report.skipped.keys() == {"embeddings.position_ids"} for result in results)
+    for name, value in found.items():
+        assert torch.equal(value, file[name]), name
+    assert all(result.report.bytes_read == result.plan.bytes_to_read for result in results)
 
 
 def test_what_cannot_be_is_refused() -> None:
@@ -292,8 +314,7 @@ def test_a_pooling_step_that_is_not_here_is_refused_when_it_is_asked_for(
 def test_the_real_minilm_gives_the_oracles_similarities(minilm: Path, root: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers", reason="in the development requirements")
     oracle_file = json.loads((root / "tests/data/all-minilm-l6-v2.json").read_text())
-    model = build(BERT, json.loads((minilm / "config.json").read_text()), source=str(minilm))
-    load(model, load_file(minilm / "model.safetensors"))
+    model = loadkit.load_model(minilm)
     tokenizer = tokenizers.Tokenizer.from_file(str(minilm / "tokenizer.json"))
     tokenizer.no_padding()
     lines = [tokenizer.encode(text).ids for text in oracle_file["sentences"]]
