@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from loadkit.known_names import KNOWN
+
 ROOT = Path(__file__).resolve().parent.parent
 MEMBERS = sorted(
     path.parent
@@ -108,6 +110,13 @@ def test_the_umbrella_asks_for_exactly_its_own_version() -> None:
     for requirement in wanted:
         assert requirement.startswith("loadkit-"), requirement
         assert requirement.endswith(f"=={project['version']}"), requirement
+
+
+def test_every_extra_that_an_error_names_is_one_of_the_umbrella() -> None:
+    extras = _project(ROOT)["project"]["optional-dependencies"]
+    for table in KNOWN.values():
+        for name, known in table.items():
+            assert f"{known.distribution}==" in " ".join(extras[known.extra]), name
 
 
 def test_the_extra_all_names_every_member_that_exists_and_no_other() -> None:
