@@ -99,7 +99,7 @@ def make_plan(job: Job, built: Built) -> Planned:
         try:
             _trace(job, built)
         except TraceError as error:
-            names = set(error.detail["tensors"]) if isinstance(error.detail, dict) else set()
+            names = _tensors_of(error)
             names = names or ({built.recorder.current} if built.recorder.current else set())
             if not names - opaque and not real_scratch:
                 real_scratch = True  # buffers that loader code makes may be what is in the way
@@ -124,12 +124,21 @@ def make_plan(job: Job, built: Built) -> Planned:
             adopt(built.model, built.recorder)
             leaked = leaked_names(built.model)
             if not leaked - opaque:
-                general += _left_behind(built)
-                break
+                problems = [*failed.values(), *general, *_left_behind(built)]
+                try:
+                    return _assemble(job, built, problems, opaque)
+                except TraceError as error:  # a program that regions cannot be read by
+                    opaque |= _tensors_of(error)
             opaque |= leaked
     else:
         general.append(Problem("TOO_MANY_PROBLEMS", f"gave up looking after {MAX_ATTEMPTS} traces"))
     return _assemble(job, built, [*failed.values(), *general], opaque)
+
+
+def _tensors_of(error: TraceError) -> set[str]:
+    """The checkpoint tensors that an error of the recorder is about."""
+    detail = error.detail if isinstance(error.detail, dict) else {}
+    return set(detail.get("tensors", ()))
 
 
 def _needs_real_data(error: Exception) -> bool:

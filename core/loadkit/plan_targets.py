@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from loadkit.errors import TraceError
 from loadkit.execution import Target, files_of
 from loadkit.load_plan import SHOWN, Problem, Row
 from loadkit.name_hints import likely_prefix
@@ -93,10 +94,10 @@ class TargetFinder:
         view = view_of(tensor)
         try:
             pieces = final_pieces(storage, view, tensor.dtype)
-        except RecursionError:
-            self._problem(
-                "TRACE", f"{names[0]} is the end of too long a chain of operations", names[0]
-            )
+        except TraceError as error:
+            if set(error.detail["tensors"]) - self._opaque:
+                raise
+            self._problem("TRACE", f"{names[0]}: {error.message}", names[0], tensor=error.tensor)
             return
         overlapping = list(overlaps(storage))
         if _is_elsewhere(tensor, storage):

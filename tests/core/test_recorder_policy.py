@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import loadkit
@@ -673,3 +674,30 @@ def test_parameters_of_a_live_module_that_nothing_writes_are_problems(tmp_path: 
         loadkit.load_into(Live(load), tmp_path)
     found = {p.parameter: p.code for p in caught.value.problems}
     assert found == {"p": "PARTLY_WRITTEN", "q": "MISSING"}
+
+
+@pytest.mark.parametrize("steps", [40, 400])
+@pytest.mark.parametrize("how", ["doubles", "in place"])
+def test_a_program_too_long_to_read_regions_by_is_run_on_real_data(
+    tmp_path: Path, steps: int, how: str
+) -> None:
+    class Long(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.empty(4, 3))
+
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            for _, w in weights:
+                for _ in range(steps):
+                    if how == "doubles":
+                        w = (w + w) / 2
+                    else:
+                        w = w + 1
+                self.w.data.copy_(w)
+
+    save_file({"w": torch.arange(12.0).view(4, 3)}, tmp_path / "w.safetensors")
+    module = Long()
+    result = loadkit.load_into(module, tmp_path / "w.safetensors")
+    want = torch.arange(12.0).view(4, 3) + (0 if how == "doubles" else steps)
+    assert module.w.equal(want)
+    assert {row.exact for row in result.plan.rows} <= {"exact", "opaque"}

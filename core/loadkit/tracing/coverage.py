@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import torch
 
+from loadkit.errors import TraceError
 from loadkit.tracing.expressions import (
     Const,
     Expr,
@@ -17,7 +18,13 @@ from loadkit.tracing.expressions import (
     Src,
 )
 from loadkit.tracing.lazy_tensor import leaf_names
-from loadkit.tracing.program import replayed, resolve_region, walk
+from loadkit.tracing.program import (
+    TooLongError,
+    limited_work,
+    replayed,
+    resolve_region,
+    walk,
+)
 from loadkit.tracing.replay import bytes_under, holes
 from loadkit.tracing.storage import (
     PARAMETER,
@@ -44,7 +51,23 @@ def final_pieces(storage: Storage, view: View, dtype: torch.dtype) -> list[Piece
 
     Regions that nothing wrote come as ``Missing``, or as ``Const`` over the storage's own memory
     where it has real memory (see ``is_kept``).
+
+    Raises:
+        TraceError: the program behind it is too long to read regions by; names its tensors.
     """
+    try:
+        with limited_work(len(storage.writes)):
+            return _pieces(storage, view, dtype)
+    except (TooLongError, RecursionError):
+        names = sorted(leaf_names(Value(storage, len(storage.writes), view, dtype)))
+        raise TraceError(
+            "a parameter is the end of too long a chain of operations",
+            tensor=names[0] if names else None,
+            detail={"tensors": names},
+        ) from None
+
+
+def _pieces(storage: Storage, view: View, dtype: torch.dtype) -> list[Piece]:
     if view.numel == 0:
         return []
     rows = _sorted_runs(storage, view)

@@ -8,7 +8,9 @@ replayed, write by write, in memory: slower, never wrong.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,11 +46,57 @@ from loadkit.tracing.storage import (
 )
 from loadkit.tracing.view import Inside, Split, View, contiguous, relate
 
-__all__ = ["children", "exactness", "replayed", "resolve", "resolve_region", "sources_of", "walk"]
+__all__ = [
+    "TooLongError",
+    "children",
+    "exactness",
+    "limited_work",
+    "replayed",
+    "resolve",
+    "resolve_region",
+    "sources_of",
+    "walk",
+]
+
+
+MAX_STEPS = 20_000  # values behind one parameter; a program of more is not one to read regions by
+
+
+class _Work(threading.local):
+    left: int | None = None
+
+
+_work = _Work()
+
+
+class TooLongError(Exception):
+    """A value has more than ``MAX_STEPS`` values behind it."""
+
+
+@contextmanager
+def limited_work(writes: int) -> Iterator[None]:
+    """Inside, resolving gives up after ``MAX_STEPS`` values, and a few for each of ``writes``.
+
+    Raises:
+        TooLongError: it did. A value used twice at each of many steps has a tree of that size.
+    """
+    outer, _work.left = _work.left, MAX_STEPS + 16 * writes
+    try:
+        yield
+    finally:
+        _work.left = outer
 
 
 def resolve(value: Value) -> Expr:
-    """The value as one expression of its view's size and its dtype."""
+    """The value as one expression of its view's size and its dtype.
+
+    Raises:
+        TooLongError: inside ``limited_work``.
+    """
+    if _work.left is not None:
+        _work.left -= 1
+        if _work.left < 0:
+            raise TooLongError
     size = value.view.size
     if value.view.numel == 0:
         return Filled(0, size, value.dtype)
