@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,21 +86,3 @@ class ParallelConfig:
             dp_size=dp_size,
             dp_rank=dp_rank,
         )
-
-    @staticmethod
-    def legal_tp(sizes: Iterable[int], *, kv_heads: int | None = None) -> list[int]:
-        """Every tp size that divides all of ``sizes``, in order.
-
-        Args:
-            sizes: what is split evenly: query heads, the MLP's width, ... (each at least 1).
-            kv_heads: kv heads; more ranks than kv heads is legal where the ranks share them
-                evenly.
-        """
-        wanted = [size for size in sizes if size > 0]
-        least = min(wanted, default=1)
-        return [
-            tp
-            for tp in range(1, least + 1)
-            if not any(size % tp for size in wanted)
-            and (not kv_heads or kv_heads % tp == 0 or tp % kv_heads == 0)
-        ]

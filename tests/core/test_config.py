@@ -274,12 +274,6 @@ def test_impossible_parts_are_refused(given: dict[str, Any]) -> None:
         ParallelConfig.for_rank(2, tp_size=2)
 
 
-def test_legal_tp_sizes() -> None:
-    assert ParallelConfig.legal_tp([9, 1536], kv_heads=3) == [1, 3]  # SmolLM2
-    assert ParallelConfig.legal_tp([8], kv_heads=2) == [1, 2, 4, 8]  # kv heads are shared
-    assert ParallelConfig.legal_tp([12]) == [1, 2, 3, 4, 6, 12]
-
-
 # -- HFConfig ------------------------------------------------------------------------------------
 
 

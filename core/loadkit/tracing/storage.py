@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,7 +25,6 @@ __all__ = [
     "FileLeaf",
     "Fill",
     "GeneratedLeaf",
-    "Leaf",
     "Operation",
     "Storage",
     "Unwritten",
@@ -33,14 +32,6 @@ __all__ = [
     "Write",
     "values_of",
 ]
-
-
-class Leaf(Protocol):
-    """Where data enters: a tensor's elements, row-major, known by name, not yet in memory."""
-
-    name: str
-    size: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
