@@ -71,13 +71,22 @@ def test_there_is_no_bar_and_no_thread_where_nobody_looks(
     tmp_path: Path, bars: list[Bar], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_llama(tmp_path)
+    before = set(threading.enumerate())  # a bar of another library may have left its monitor
     loadkit.load(tmp_path, load_config=LoadConfig(use_tqdm_on_load=False))
     look(monkeypatch, io.StringIO())
     loadkit.load(tmp_path)
     look(monkeypatch, None)  # pythonw, some daemons
     loadkit.load(tmp_path)
     assert bars == []
-    assert not [thread for thread in threading.enumerate() if "tqdm" in repr(thread).lower()]
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_shown_bar_leaves_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_llama(tmp_path)
+    look(monkeypatch, Terminal())
+    before = set(threading.enumerate())
+    loadkit.load(tmp_path)
+    assert set(threading.enumerate()) <= before
 
 
 def test_a_bar_is_closed_when_the_load_fails(
