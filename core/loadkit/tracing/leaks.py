@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import CellType, FunctionType, MethodType
@@ -22,6 +23,14 @@ __all__ = ["Held", "adopt", "held_tensors", "leaked_names", "settle", "stale"]
 _DEPTH = 4
 _OWN = ("lazy_storage", "_is_param")
 _PLAIN = (int, float, str, bytes, bool, type(None), type, torch.dtype, torch.device)
+_SKIPPED = frozenset(_PLAIN)
+_CONTAINERS = frozenset((dict, OrderedDict, list, tuple, set, frozenset))
+
+
+def _is_bare(value: Any) -> bool:
+    """Whether a value plainly holds nothing: most attributes of a module, so it must be quick."""
+    kind = type(value)
+    return kind in _SKIPPED or (kind in _CONTAINERS and not value)
 
 
 class Held:
@@ -47,7 +56,7 @@ def held_tensors(model: nn.Module) -> Iterator[Held]:
                     yield Held(where, tensor, _item(registry, name), True)
                     yield from _inside(tensor.__dict__, where, 2, seen)
         for name, value in list(module.__dict__.items()):
-            if name not in ("_parameters", "_buffers", "_modules"):
+            if name not in ("_parameters", "_buffers", "_modules") and not _is_bare(value):
                 where = f"{prefix}.{name}" if prefix else name
                 yield from _look(value, where, _item(module.__dict__, name), _DEPTH, seen)
 
@@ -65,10 +74,12 @@ def _look(
 def _inside(value: Any, where: str, depth: int, seen: set[int]) -> Iterator[Held]:
     if isinstance(value, dict):
         for key, item in list(value.items()):
-            yield from _look(item, f"{where}[{key!r}]", _item(value, key), depth, seen)
+            if not _is_bare(item):
+                yield from _look(item, f"{where}[{key!r}]", _item(value, key), depth, seen)
     elif isinstance(value, list):
         for i, item in enumerate(value):
-            yield from _look(item, f"{where}[{i}]", _item(value, i), depth, seen)
+            if not _is_bare(item):
+                yield from _look(item, f"{where}[{i}]", _item(value, i), depth, seen)
     elif isinstance(value, (tuple, set, frozenset)):
         for i, item in enumerate(value):
             yield from _look(item, f"{where}[{i}]", None, depth, seen)
@@ -84,7 +95,8 @@ def _inside(value: Any, where: str, depth: int, seen: set[int]) -> Iterator[Held
         yield from _inside([*value.args, *value.keywords.values()], where, depth, seen)
     elif isinstance(getattr(value, "__dict__", None), dict):
         for key, item in list(value.__dict__.items()):
-            yield from _look(item, f"{where}.{key}", _item(value.__dict__, key), depth, seen)
+            if not _is_bare(item):
+                yield from _look(item, f"{where}.{key}", _item(value.__dict__, key), depth, seen)
 
 
 def _cell(cell: CellType) -> Callable[[Any], None]:
