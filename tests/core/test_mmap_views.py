@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import io
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,20 +19,6 @@ from loadkit.errors import ChangedError, TruncatedError
 from loadkit.readers.mmap import MmapReader
 from loadkit.readers.pread import PreadReader
 from loadkit.sources.local_file import LocalFile
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("readers") / "weights.bin"
-    found.write_bytes(content(SIZE))
-    return found
-
-
-@pytest.fixture(scope="module")
-def file(path: Path) -> Iterator[LocalFile]:
-    opened = LocalFile("weights.bin", str(path))
-    yield opened
-    opened.close()
 
 
 def test_a_view_outlives_its_reader_its_file_and_the_files_name(tmp_path: Path) -> None:

@@ -7,53 +7,26 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from helpers.extents import (
     READERS,
-    SIZE,
     check,
     content,
     extent,
     mixed_extents,
     open_descriptors,
     reader_threads,
+    small_pieces,
 )
 from loadkit.config import LoadConfig
-from loadkit.readers import mmap, pread, runs
+from loadkit.readers import runs
 from loadkit.readers.base import Reader
 from loadkit.readers.pread import PreadReader
 from loadkit.sources.local_file import LocalFile
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("readers") / "weights.bin"
-    found.write_bytes(content(SIZE))
-    return found
-
-
-@pytest.fixture(scope="module")
-def file(path: Path) -> Iterator[LocalFile]:
-    opened = LocalFile("weights.bin", str(path))
-    yield opened
-    opened.close()
-
-
-def small_pieces(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
-    """Cut the work into pieces of this size, so that little work needs many threads."""
-    for module in (runs, pread, mmap):
-        monkeypatch.setattr(module, "PIECE", nbytes)
-
-
-@pytest.fixture(params=READERS, ids=lambda kind: kind.name)
-def reader(request: pytest.FixtureRequest) -> Iterator[Reader]:
-    made = request.param(LoadConfig(num_threads=3))
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("in_helper", [False, True], ids=["in the caller", "in a helper"])

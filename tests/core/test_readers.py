@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -30,27 +30,6 @@ from loadkit.readers.mmap import MmapReader
 from loadkit.readers.pread import GAP, SPAN, PreadReader
 from loadkit.readers.runs import LONG_ROW
 from loadkit.sources.local_file import LocalFile
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("readers") / "weights.bin"
-    found.write_bytes(content(SIZE))
-    return found
-
-
-@pytest.fixture(scope="module")
-def file(path: Path) -> Iterator[LocalFile]:
-    opened = LocalFile("weights.bin", str(path))
-    yield opened
-    opened.close()
-
-
-@pytest.fixture(params=READERS, ids=lambda kind: kind.name)
-def reader(request: pytest.FixtureRequest) -> Iterator[Reader]:
-    made = request.param(LoadConfig(num_threads=3))
-    yield made
-    made.close()
 
 
 @st.composite

@@ -6,8 +6,10 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 
+from loadkit.readers import mmap, pread, runs
 from loadkit.readers.base import Extent, Reader
 from loadkit.readers.mmap import MmapReader
 from loadkit.readers.pread import GAP, PreadReader
@@ -83,3 +85,9 @@ def mixed_extents(file: LocalFile) -> list[Extent]:
         extent(file, 200_000, 64, 10, GAP + 99, 80, tensor="alone"),
         extent(file, 400_000, 300_000, 2, 320_000, 300_000, tensor="huge"),
     ]
+
+
+def small_pieces(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """Cut the work into pieces of this size, so that little work needs many threads."""
+    for module in (runs, pread, mmap):
+        monkeypatch.setattr(module, "PIECE", nbytes)
