@@ -25,7 +25,7 @@ from loadkit.readers.mmap import MmapReader
 from loadkit.text import printable
 from loadkit.tracing.expressions import Call
 from loadkit.tracing.lazy_tensor import LazyTensor
-from loadkit.tracing.leaks import adopt, leaked_names, settle, stale
+from loadkit.tracing.leaks import Held, adopt, held_tensors, leaked_names, settle, stale
 from loadkit.tracing.reading import read_now
 from loadkit.tracing.recorder import Recorder
 from loadkit.tracing.storage import FileLeaf
@@ -122,17 +122,19 @@ def make_plan(job: Job, built: Built) -> Planned:
             failed[name] = problem
         else:
             adopt(built.model, built.recorder)
-            leaked = leaked_names(built.model)
+            sweep = list(held_tensors(built.model))
+            leaked = leaked_names(sweep)
             if not leaked - opaque:
-                problems = [*failed.values(), *general, *_left_behind(built)]
+                problems = [*failed.values(), *general, *_left_behind(built, sweep)]
                 try:
-                    return _assemble(job, built, problems, opaque)
+                    return _assemble(job, built, problems, opaque, sweep)
                 except TraceError as error:  # a program that regions cannot be read by
                     opaque |= _tensors_of(error)
             opaque |= leaked
     else:
         general.append(Problem("TOO_MANY_PROBLEMS", f"gave up looking after {MAX_ATTEMPTS} traces"))
-    return _assemble(job, built, [*failed.values(), *general], opaque)
+    sweep = list(held_tensors(built.model))
+    return _assemble(job, built, [*failed.values(), *general], opaque, sweep)
 
 
 def _tensors_of(error: TraceError) -> set[str]:
@@ -217,17 +219,17 @@ def _real_data(lazy: LazyTensor, *, alias: bool) -> torch.Tensor:
     return flat.view(leaf.dtype).view(leaf.size)
 
 
-def _left_behind(built: Built) -> list[Problem]:
+def _left_behind(built: Built, sweep: list[Held]) -> list[Problem]:
     """Problems of what loader code did where the recorder could not follow."""
     problems: list[Problem] = []
     try:
-        settle(built.model, built.recorder)
+        settle(sweep, built.recorder)
     except TraceError as error:
         problems.append(_problem(error, None))
-    for name in sorted(leaked_names(built.model)):
+    for name in sorted(leaked_names(sweep)):
         text = f"loader code kept {printable(name)} in a way that it cannot be given its numbers"
         problems.append(Problem("LEAKED_TENSOR", text, name))
-    for where, parameter in stale(built.model, built.recorder):
+    for where, parameter in stale(sweep, built.recorder):
         what = f"a view of parameter {parameter}" if parameter else "a tensor without memory"
         problems.append(
             Problem(
@@ -249,9 +251,11 @@ def _left_behind(built: Built) -> list[Problem]:
     return problems
 
 
-def _assemble(job: Job, built: Built, problems: list[Problem], opaque: set[str]) -> Planned:
+def _assemble(
+    job: Job, built: Built, problems: list[Problem], opaque: set[str], sweep: list[Held]
+) -> Planned:
     """Everything that was recorded, as a plan."""
-    finder = TargetFinder(job, built, problems, opaque)
+    finder = TargetFinder(job, built, problems, opaque, sweep)
     finder.find()
     files = finder.files()
     choice = choose_reader(job.load_config, files, job.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from loadkit.tracing.lazies import view_of
 from loadkit.tracing.lazy_tensor import LazyTensor
-from loadkit.tracing.leaks import held_tensors
+from loadkit.tracing.leaks import Held
 from loadkit.tracing.recorder import Recorder
 from loadkit.tracing.view import View
 
@@ -27,7 +27,7 @@ class Place(NamedTuple):
     module: nn.Module
 
 
-def places(model: nn.Module, recorder: Recorder) -> Iterator[Place]:
+def places(model: nn.Module, recorder: Recorder, sweep: Iterable[Held]) -> Iterator[Place]:
     """Every parameter, then buffers and other tensors of the model that were written to.
 
     Parameters that are one view of one memory are one place (tied weights).
@@ -41,7 +41,7 @@ def places(model: nn.Module, recorder: Recorder) -> Iterator[Place]:
             seen.add(id(buffer))
             if recorder.is_changed(buffer):
                 yield Place((_dotted(prefix, name),), buffer, False, module)
-    yield from _held_elsewhere(model, recorder)
+    yield from _held_elsewhere(model, recorder, sweep)
 
 
 def _parameters(model: nn.Module) -> Iterator[Place]:
@@ -61,7 +61,9 @@ def _parameters(model: nn.Module) -> Iterator[Place]:
         yield Place(tuple(names[key]), param, True, module)
 
 
-def _held_elsewhere(model: nn.Module, recorder: Recorder) -> Iterator[Place]:
+def _held_elsewhere(
+    model: nn.Module, recorder: Recorder, sweep: Iterable[Held]
+) -> Iterator[Place]:
     """Real tensors beside parameters and buffers that were written to: attributes, mostly."""
     parts = {
         t.untyped_storage()._cdata
@@ -69,7 +71,7 @@ def _held_elsewhere(model: nn.Module, recorder: Recorder) -> Iterator[Place]:
         if not isinstance(t, LazyTensor) and not is_lazy(t)
     }
     done: set[int] = set()
-    for held in held_tensors(model):
+    for held in sweep:
         if held.is_part or isinstance(held.tensor, LazyTensor):
             continue
         if held.tensor.device.type == "meta" or held.tensor.layout != torch.strided:

@@ -37,6 +37,7 @@ from loadkit.tracing.coverage import (
 from loadkit.tracing.expressions import Const, Expr, Filled, Missing, Replay
 from loadkit.tracing.lazies import view_of
 from loadkit.tracing.lazy_tensor import leaf_names
+from loadkit.tracing.leaks import Held
 from loadkit.tracing.program import resolve, resolve_region, walk
 from loadkit.tracing.replay import holes
 from loadkit.tracing.storage import Fill, Storage, Value
@@ -55,7 +56,14 @@ _MISFITS = {"UNEXPECTED": "UNEXPECTED_TENSOR", "SHAPE": "SHAPE_MISMATCH"}  # kin
 class TargetFinder:
     """Goes through a traced model once. ``targets``, ``rows``, ``problems``, ``notes`` result."""
 
-    def __init__(self, job: Job, built: Built, problems: list[Problem], opaque: set[str]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        built: Built,
+        problems: list[Problem],
+        opaque: set[str],
+        sweep: list[Held],
+    ) -> None:
         self.job = job
         self.model = built.model
         self.recorder = built.recorder
@@ -65,6 +73,7 @@ class TargetFinder:
         self.rows: list[Row] = []
         self.initialised: dict[str, str] = {}
         self._opaque = opaque
+        self._sweep = sweep
         self._hints = 0
         self._in_trouble = {problem.parameter for problem in problems}
         self._used: set[str] = {read.tensor for read in built.recorder.data_reads}
@@ -72,7 +81,7 @@ class TargetFinder:
     def find(self) -> None:
         """Fill the lists."""
         self._misfits()
-        for place in places(self.model, self.recorder):
+        for place in places(self.model, self.recorder, self._sweep):
             self._target(place)
         self._unused()
         self._remarks()

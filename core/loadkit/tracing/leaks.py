@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
@@ -23,14 +23,20 @@ __all__ = ["Held", "adopt", "held_tensors", "leaked_names", "settle", "stale"]
 _DEPTH = 4
 _OWN = ("lazy_storage", "_is_param")
 _PLAIN = (int, float, str, bytes, bool, type(None), type, torch.dtype, torch.device)
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
 _SKIPPED = frozenset(_PLAIN)
 _CONTAINERS = frozenset((dict, OrderedDict, list, tuple, set, frozenset))
 
 
-def _is_bare(value: Any) -> bool:
-    """Whether a value plainly holds nothing: most attributes of a module, so it must be quick."""
-    kind = type(value)
-    return kind in _SKIPPED or (kind in _CONTAINERS and not value)
+def _full(items: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    """The items that may hold a tensor. Most of a module's do not, so it must be quick."""
+    return [
+        item
+        for item in items.items()
+        if (kind := type(item[1])) not in _SKIPPED
+        and (kind not in _CONTAINERS or item[1])
+        and (kind is not MethodType or not isinstance(item[1].__self__, nn.Module))
+    ]
 
 
 class Held:
@@ -54,9 +60,10 @@ def held_tensors(model: nn.Module) -> Iterator[Held]:
                 if tensor is not None and not is_lazy(tensor):
                     where = f"{prefix}.{name}" if prefix else name
                     yield Held(where, tensor, _item(registry, name), True)
-                    yield from _inside(tensor.__dict__, where, 2, seen)
-        for name, value in list(module.__dict__.items()):
-            if name not in ("_parameters", "_buffers", "_modules") and not _is_bare(value):
+                    if _full(tensor.__dict__):
+                        yield from _inside(tensor.__dict__, where, 2, seen)
+        for name, value in _full(module.__dict__):
+            if name not in _REGISTRIES:
                 where = f"{prefix}.{name}" if prefix else name
                 yield from _look(value, where, _item(module.__dict__, name), _DEPTH, seen)
 
@@ -73,13 +80,11 @@ def _look(
 
 def _inside(value: Any, where: str, depth: int, seen: set[int]) -> Iterator[Held]:
     if isinstance(value, dict):
-        for key, item in list(value.items()):
-            if not _is_bare(item):
-                yield from _look(item, f"{where}[{key!r}]", _item(value, key), depth, seen)
+        for key, item in _full(value):
+            yield from _look(item, f"{where}[{key!r}]", _item(value, key), depth, seen)
     elif isinstance(value, list):
-        for i, item in enumerate(value):
-            if not _is_bare(item):
-                yield from _look(item, f"{where}[{i}]", _item(value, i), depth, seen)
+        for i, item in _full(dict(enumerate(value))):
+            yield from _look(item, f"{where}[{i}]", _item(value, i), depth, seen)
     elif isinstance(value, (tuple, set, frozenset)):
         for i, item in enumerate(value):
             yield from _look(item, f"{where}[{i}]", None, depth, seen)
@@ -94,9 +99,8 @@ def _inside(value: Any, where: str, depth: int, seen: set[int]) -> Iterator[Held
     elif isinstance(value, partial):
         yield from _inside([*value.args, *value.keywords.values()], where, depth, seen)
     elif isinstance(getattr(value, "__dict__", None), dict):
-        for key, item in list(value.__dict__.items()):
-            if not _is_bare(item):
-                yield from _look(item, f"{where}.{key}", _item(value.__dict__, key), depth, seen)
+        for key, item in _full(value.__dict__):
+            yield from _look(item, f"{where}.{key}", _item(value.__dict__, key), depth, seen)
 
 
 def _cell(cell: CellType) -> Callable[[Any], None]:
@@ -135,23 +139,23 @@ def adopt(model: nn.Module, recorder: Recorder) -> None:
                 registry[name] = home  # type: ignore[assignment]
 
 
-def leaked_names(model: nn.Module) -> set[str]:
+def leaked_names(sweep: Iterable[Held]) -> set[str]:
     """Checkpoint tensors of which loader code kept something lazy."""
     names: set[str] = set()
-    for held in held_tensors(model):
+    for held in sweep:
         if isinstance(held.tensor, LazyTensor):
             names |= leaf_names(held.tensor.lazy_value())
     return names
 
 
-def settle(model: nn.Module, recorder: Recorder) -> None:
+def settle(sweep: Iterable[Held], recorder: Recorder) -> None:
     """Give lazy tensors that no checkpoint tensor is part of (``torch.zeros``) their numbers.
 
     Raises:
         TraceError: one cannot be given numbers, or sits where it cannot be replaced.
     """
     memory: dict[int, torch.Tensor] = {}
-    for held in held_tensors(model):
+    for held in sweep:
         lazy = held.tensor
         if not isinstance(lazy, LazyTensor) or leaf_names(lazy.lazy_value()):
             continue
@@ -165,6 +169,7 @@ def settle(model: nn.Module, recorder: Recorder) -> None:
             real = nn.Parameter(real, requires_grad=lazy.requires_grad)
             real.__dict__.update(kept)
         held.put(real)
+        held.tensor = real
 
 
 def _numbers(lazy: LazyTensor, recorder: Recorder, memory: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -191,7 +196,7 @@ def _numbers(lazy: LazyTensor, recorder: Recorder, memory: dict[int, torch.Tenso
     return strided(flat, view, lazy.dtype)
 
 
-def stale(model: nn.Module, recorder: Recorder) -> Iterator[tuple[str, str | None]]:
+def stale(sweep: Iterable[Held], recorder: Recorder) -> Iterator[tuple[str, str | None]]:
     """Attributes on meta whose memory loading wrote to: (where, the parameter it is part of).
 
     They are views of parameters, or buffers of nobody's: the load would leave them empty.
@@ -199,7 +204,7 @@ def stale(model: nn.Module, recorder: Recorder) -> Iterator[tuple[str, str | Non
     parts: dict[int, str] = {}
     others: list[Held] = []
     registered: set[int] = set()
-    for held in held_tensors(model):
+    for held in sweep:
         if held.tensor.device.type != "meta" or isinstance(held.tensor, LazyTensor):
             continue
         key = held.tensor.untyped_storage()._cdata
