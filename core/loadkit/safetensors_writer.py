@@ -30,11 +30,13 @@ from loadkit.tensor_info import DTYPES
 __all__ = [
     "BLOCK",
     "Entry",
+    "FileLayout",
     "Sink",
     "blocks_of",
     "check_metadata",
     "check_name",
     "entry_of",
+    "lay_out_file",
     "write_safetensors",
 ]
 
@@ -133,18 +135,14 @@ def check_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
 def write_safetensors(out: Sink, entries: Sequence[Entry], metadata: Mapping[str, str]) -> int:
     """Write one file; returns the bytes of its tensors.
 
-    The data begins at a multiple of 8 bytes. In it the widest dtypes come first, so that every
-    tensor is aligned to its elements; otherwise the order stays.
-
     Raises:
         ModelError: E_HEADER, more tensors or a longer header than a file can have; E_LAYOUT, an
             entry gave other bytes than it said.
         OSError: whatever ``out`` raises.
     """
-    entries = sorted(entries, key=lambda entry: -DTYPES[entry.dtype][0])
-    header, total = _header(entries, metadata)
-    out.write(len(header).to_bytes(8, "little") + header)
-    for entry in entries:
+    layout = lay_out_file(entries, metadata)
+    out.write(layout.head)
+    for entry in layout.entries:
         written = 0
         for block in entry.blocks():
             written += len(block)
@@ -155,14 +153,35 @@ def write_safetensors(out: Sink, entries: Sequence[Entry], metadata: Mapping[str
                 code="E_LAYOUT",
                 tensor=entry.name,
             )
-    return total
+    return layout.size - len(layout.head)
 
 
-def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[bytes, int]:
-    """The header's JSON, padded with spaces to a multiple of 8, and the bytes of the data."""
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """One file before it is written: what it begins with, and its tensors in their order.
+
+    ``head`` is the header with its length; ``size`` the file's, in bytes. The tensors follow the
+    head without gaps.
+    """
+
+    head: bytes
+    entries: tuple[Entry, ...]
+    size: int
+
+
+def lay_out_file(entries: Sequence[Entry], metadata: Mapping[str, str]) -> FileLayout:
+    """Where everything of a file goes.
+
+    The data begins at a multiple of 8 bytes. In it the widest dtypes come first, so that every
+    tensor is aligned to its elements; otherwise the order stays.
+
+    Raises:
+        ModelError: E_HEADER, more tensors or a longer header than a file can have.
+    """
+    ordered = tuple(sorted(entries, key=lambda entry: -DTYPES[entry.dtype][0]))
     values: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
-    for entry in entries:
+    for entry in ordered:
         start, end = end, end + entry.nbytes
         values[entry.name] = {
             "dtype": entry.dtype,
@@ -177,7 +196,7 @@ def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[byte
             code="E_HEADER",
             hint="give a smaller max_shard_bytes",
         )
-    return body, end
+    return FileLayout(len(body).to_bytes(8, "little") + body, ordered, 8 + len(body) + end)
 
 
 def blocks_of(tensor: torch.Tensor) -> Blocks:

@@ -15,6 +15,7 @@ from loadkit.file_checks import show
 from loadkit.save_layers import check_whole, part_of, required_part
 from loadkit.save_names import CheckpointNames
 from loadkit.save_rows import inverse, is_copy
+from loadkit.tracing.lazy_tensor import LazyTensor
 
 if TYPE_CHECKING:
     from loadkit.mapper import WeightsMapper
@@ -114,13 +115,21 @@ def _place(tensor: torch.Tensor) -> Any:
     """What two names of one tensor have in common; a tensor without elements is its own."""
     if not tensor.numel():
         return id(tensor)
-    memory = tensor.untyped_storage().data_ptr()
-    return memory, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+    layout = tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+    return (_memory(tensor), *layout)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Whose memory a tensor lies in; on meta, where there is none, whose it would be."""
+    if isinstance(tensor, LazyTensor):
+        return id(tensor)  # computed from parameters that are not read yet
+    storage = tensor.untyped_storage()
+    return int(storage._cdata if tensor.device.type == "meta" else storage.data_ptr())
 
 
 def _shares(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors lie in one piece of memory."""
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    return _memory(a) == _memory(b)
 
 
 def _same_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
