@@ -35,12 +35,17 @@ from loadkit.file_checks import show_path
 from loadkit.folder_swap import CANNOT, carry_over, exchange, fsync_folder, walk_files
 from loadkit.output_file import OutputFile, write_error
 
-__all__ = ["AtomicFolder"]
+__all__ = ["AtomicFolder", "digest_of"]
 
 log = logging.getLogger("loadkit")
 
 _HIDDEN = ".loadkit-save-"
 _FORGOTTEN = 60.0  # seconds after which a hidden folder that nobody holds is removed
+
+
+def digest_of(path: Path) -> str:
+    """A short word for a folder's name, which hidden folders of it carry in theirs."""
+    return hashlib.sha256(os.fsencode(path.name)).hexdigest()[:8]
 
 
 class AtomicFolder:
@@ -99,25 +104,31 @@ class AtomicFolder:
     # -- the hidden folder ---------------------------------------------------------------------
 
     def _begin(self) -> None:
+        self._make_parents()
+        self._make_staging(f"{_HIDDEN}{digest_of(self.path)}-{uuid.uuid4().hex[:12]}")
+        with suppress(OSError):  # file systems without locks
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def _make_parents(self) -> None:
         parent = self.path.parent
         for missing in reversed([p for p in (parent, *parent.parents) if not p.exists()]):
             missing.mkdir(exist_ok=True)
             self._made.append(missing)
         self._remove_forgotten(parent)
-        digest = hashlib.sha256(os.fsencode(self.path.name)).hexdigest()[:8]
-        name = f"{_HIDDEN}{digest}-{uuid.uuid4().hex[:12]}"
-        staging = (self.path if self._stays() else parent) / name
+
+    def _make_staging(self, name: str, *, exist_ok: bool = False) -> None:
+        """The hidden folder: beside the folder, or in it where it cannot be beside."""
+        staging = (self.path if self._stays() else self.path.parent) / name
         try:
-            staging.mkdir()
+            staging.mkdir(exist_ok=exist_ok)
         except OSError as error:
             if error.errno not in CANNOT or not self.path.exists() or staging.parent == self.path:
                 raise
             staging = self.path / name
-            staging.mkdir()
+            staging.mkdir(exist_ok=exist_ok)
         self._staging = staging
-        self._lock = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        with suppress(OSError):  # file systems without locks
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._lock = os.open(staging, flags)
 
     def _stays(self) -> bool:
         """Whether the folder itself has to stay where it is: mounted, or stood in."""
@@ -132,8 +143,10 @@ class AtomicFolder:
 
     def _remove_forgotten(self, parent: Path) -> None:
         """Remove hidden folders of this name that a killed process left."""
-        digest = hashlib.sha256(os.fsencode(self.path.name)).hexdigest()[:8]
-        found = [*parent.glob(f"{_HIDDEN}{digest}-*"), *self.path.glob(f"{_HIDDEN}*")]
+        found = [
+            *parent.glob(f"{_HIDDEN}{digest_of(self.path)}-*"),
+            *self.path.glob(f"{_HIDDEN}*"),
+        ]
         for folder in found:
             with suppress(OSError):
                 if time.time() - folder.stat().st_mtime < _FORGOTTEN:
@@ -200,7 +213,8 @@ class AtomicFolder:
 
     def _goes(self, name: str) -> bool:
         """Whether a file of the old folder is one that the new contents replace."""
-        return name in self.names or self._stale(name) or name.startswith(_HIDDEN)
+        ours = name.startswith((_HIDDEN, self._staging.name))
+        return name in self.names or self._stale(name) or ours
 
     def _durable(self, undo: Callable[[], object]) -> None:
         """Fsync the parent; where that fails the old contents come back."""

@@ -30,17 +30,30 @@ def write_error(error: OSError, name: str, what: str, **where: Any) -> WriteErro
 class OutputFile:
     """One new file; ``write`` until it is closed, which makes it durable.
 
+    Args:
+        path: where it is made.
+        name: what it is called in errors.
+        keep: go on after this many bytes of the file that is there; None: there is none yet.
+
     Raises:
         WriteError: with ``errno``, ``file``, ``tensor`` and the offset that was not written.
     """
 
-    def __init__(self, path: Path, name: str) -> None:
+    def __init__(self, path: Path, name: str, *, keep: int | None = None) -> None:
         self.name = name
-        self.size = 0
+        self.size = keep or 0
         self._fd = -1
-        with self._typed("create"):
+        new = os.O_CREAT | os.O_EXCL if keep is None else os.O_NOFOLLOW
+        with self._typed("create" if keep is None else "go on with"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            self._fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | new, 0o666)
+            try:
+                if keep is not None:
+                    os.ftruncate(self._fd, keep)
+                    os.lseek(self._fd, keep, os.SEEK_SET)
+            except OSError:
+                os.close(self._fd)
+                raise
 
     @contextmanager
     def _typed(self, what: str, tensor: str | None = None) -> Iterator[None]:
@@ -58,6 +71,11 @@ class OutputFile:
                 self.size += count
                 rest = rest[count:]
 
+    def sync(self) -> None:
+        """Make durable what was written so far."""
+        with self._typed("fsync"):
+            os.fsync(self._fd)
+
     def __enter__(self) -> Self:
         return self
 
@@ -69,8 +87,7 @@ class OutputFile:
     ) -> None:
         try:
             if kind is None:
-                with self._typed("fsync"):
-                    os.fsync(self._fd)
+                self.sync()
         except BaseException:
             with suppress(OSError):
                 os.close(self._fd)
