@@ -1,19 +1,18 @@
-"""What a plan's targets cost and how they are moved: shared by the plan and by the read step.
+"""How a plan's targets are moved: shared by the plan, which counts it, and by the read step.
 
 A target is one parameter (or buffer). Its pieces are moved in one of four ways: *strips* of a file
 straight into its memory, *alias* (its memory is the file's mapping), *fill*, or *compute* (cast,
-arithmetic, transposes: in bounded chunks). The plan counts exactly what the read step will do.
+arithmetic, transposes: in bounded chunks).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from loadkit.readers.base import Reader
 from loadkit.sources.base import File
 from loadkit.tracing.coverage import is_kept
 from loadkit.tracing.expressions import (
@@ -29,7 +28,7 @@ from loadkit.tracing.program import walk
 from loadkit.tracing.storage import FileLeaf, Storage
 from loadkit.tracing.view import View
 
-__all__ = ["CHUNK", "Moves", "Target", "chunks", "fetch_strips", "moves_of", "read_cost"]
+__all__ = ["CHUNK", "Moves", "Target", "chunks", "fetch_strips", "files_of", "moves_of"]
 
 CHUNK = 8 << 20  # bytes of a target that are computed at once
 FEW_STRIPS = 16
@@ -223,96 +222,6 @@ def _row_major(size: tuple[int, ...]) -> tuple[int, ...]:
         stride.append(step)
         step *= n
     return tuple(reversed(stride))
-
-
-class Cost(NamedTuple):
-    """Bytes: needed elements, what the reader takes, what is mapped of it, memory at once."""
-
-    needed: int
-    read: int
-    aliased: int
-    staging: int
-
-
-Counted = set[Hashable]
-"""Whole operations that are computed already, and regions of files that are counted as needed."""
-
-
-def read_cost(moves: Moves, reader: type[Reader], shared: Counted) -> Cost:
-    """What moving a target costs, beside what ``shared`` says was counted before."""
-    if moves.alias is not None:
-        nbytes = moves.alias[2]
-        return Cost(nbytes, nbytes, nbytes, 0)
-    needed = sum(_strip_needed(shared, leaf, strip) for leaf, strip in moves.strips)
-    read = sum(reader.bytes_for(s.row_bytes, s.rows, s.source_stride) for _, s in moves.strips)
-    staging = 0
-    for view, expr in moves.computed:
-        if isinstance(expr, Const):
-            continue  # in memory already
-        for part_view, part in chunks(view, expr):
-            more = expression_cost(part, reader, shared)
-            needed += more.needed
-            read += more.read
-            staging = max(staging, more.staging + part_view.numel * part_view.itemsize)
-    return Cost(needed, read, 0, staging)
-
-
-def _once(shared: Counted, key: Hashable) -> bool:
-    """Whether this is the first time."""
-    known = key in shared
-    shared.add(key)
-    return not known
-
-
-def _strip_needed(shared: Counted, leaf: FileLeaf, strip: Strip) -> int:
-    """Bytes of a strip of a file, if it is not counted yet."""
-    place = (id(leaf), *strip._replace(target=0, target_stride=0))
-    return strip.rows * strip.row_bytes if _once(shared, place) else 0
-
-
-def expression_cost(expr: Expr, reader: type[Reader], shared: Counted) -> Cost:
-    """What evaluating an expression reads: each region once, however often it stands there."""
-    needed = read = staging = 0
-    fetched: set[tuple[int, View]] = set()
-    for item in _walk_once(expr, shared):
-        if isinstance(item, Src) and isinstance(item.leaf, FileLeaf):
-            region = (id(item.leaf), item.view)
-            if region in fetched:
-                continue
-            fetched.add(region)
-            strips, _ = fetch_strips(item.view)
-            distinct = item.view.itemsize * _distinct(item.view)
-            if distinct >= sum(s.rows * s.row_bytes for s in strips):
-                needed += sum(_strip_needed(shared, item.leaf, strip) for strip in strips)
-            elif _once(shared, region):  # read with gaps
-                needed += distinct
-            read += sum(reader.bytes_for(s.row_bytes, s.rows, s.source_stride) for s in strips)
-            if not reader.aliases:
-                staging += sum(s.rows * s.row_bytes for s in strips)
-        elif isinstance(item, Call) and item.origin is not None:
-            staging += item.origin.view.numel * item.origin.view.itemsize
-    return Cost(needed, read, 0, staging)
-
-
-def _walk_once(expr: Expr, shared: Counted) -> Iterator[Expr]:
-    """Everything below an expression, whole operations that others share only once."""
-    if isinstance(expr, Part) and expr.call.origin is not None:
-        if id(expr.call.origin) in shared:
-            return
-        shared.add(id(expr.call.origin))
-    yield expr
-    from loadkit.tracing.program import children
-
-    for child in children(expr):
-        yield from _walk_once(child, shared)
-
-
-def _distinct(view: View) -> int:
-    """Elements of a view, repeats not counted."""
-    out = 1
-    for n, s in zip(view.size, view.stride, strict=True):
-        out *= n if s else 1
-    return out
 
 
 def files_of(targets: list[Target]) -> list[File]:

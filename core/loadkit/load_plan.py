@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from loadkit.errors import CheckpointError, PlanError, ReadError
 from loadkit.parallel_config import ParallelConfig
+from loadkit.report import amplification
 from loadkit.text import printable
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ class LoadPlan:
         parameter_bytes: what the parameters hold once loaded.
         predicted_peak_bytes: host memory of its own that the load will have taken at most.
         aliased_bytes: part of ``bytes_to_read`` that is mapped and not copied.
+        requests: reads it will take, after neighbours were joined; a view takes none.
         data_read_bytes: payload bytes that loader code asked for while it was traced.
     """
 
@@ -122,12 +124,18 @@ class LoadPlan:
     data_read_bytes: int
     files: tuple[str, ...]
     skipped_files: tuple[tuple[str, str], ...] = ()
+    requests: int = 0
     targets: tuple[Target, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def ok(self) -> bool:
         """Whether the load will work."""
         return not self.problems
+
+    @property
+    def read_amplification(self) -> float:
+        """``bytes_to_read`` in parts of ``bytes_needed``: 1.0 if nothing else is read."""
+        return amplification(self.bytes_to_read, self.bytes_needed)
 
     def raise_if_bad(self) -> None:
         """Raise one error that carries every problem.
@@ -161,14 +169,14 @@ class LoadPlan:
                 if rows:
                     out["rows"] = [item.to_dict() for item in value]
             elif each.name == "parallel":
-                out["parallel"] = {f.name: getattr(value, f.name) for f in fields(value)}
+                out["parallel"] = value.to_dict()
             elif each.name == "skipped_files":
                 out["skipped_files"] = [{"file": name, "reason": why} for name, why in value]
             elif each.name == "files":
                 out["files"] = list(value)
             elif each.name != "targets":
                 out[each.name] = value
-        return out
+        return out | {"read_amplification": self.read_amplification}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LoadPlan:
@@ -178,7 +186,7 @@ class LoadPlan:
         given["problems"] = tuple(Problem(**item) for item in values["problems"])
         given["notes"] = tuple(Problem(**item) for item in values["notes"])
         given["rows"] = tuple(_row(item) for item in values.get("rows", ()))
-        given["parallel"] = ParallelConfig(**values["parallel"])
+        given["parallel"] = ParallelConfig.from_dict(values["parallel"])
         given["files"] = tuple(values["files"])
         given["skipped_files"] = tuple(
             (item["file"], item["reason"]) for item in values["skipped_files"]

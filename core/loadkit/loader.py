@@ -163,6 +163,7 @@ def _report(
         bytes_needed=plan.bytes_needed,
         bytes_read=done.bytes_read,
         aliased_bytes=done.aliased_bytes,
+        requests=plan.requests,
         parameter_bytes=plan.parameter_bytes,
         peak=meter.peak(),
         casts=[{"from": a, "to": b, "tensors": n} for (a, b), n in casts.items()],

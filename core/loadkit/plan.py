@@ -282,6 +282,7 @@ def _assemble(
         data_read_bytes=sum(read.nbytes for read in built.recorder.data_reads),
         files=tuple(file.name for file in files),
         skipped_files=tuple(job.loader.skipped_files.items()),
+        requests=costs.requests,
         targets=tuple(finder.targets),
     )
     return Planned(built.model, built.recorder, plan, choice.reader, finder.initialised)

@@ -1,32 +1,38 @@
-"""What a plan's targets cost with a reader: bytes to read, and memory at most."""
+"""What a plan's targets cost with a reader: bytes to read, in how many requests, memory at most."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from loadkit.execution import Target, expression_cost, files_of, moves_of, read_cost
+from loadkit.execution import Moves, Target, chunks, fetch_strips, files_of, moves_of
 from loadkit.readers import can_alias
-from loadkit.readers.base import Reader
-from loadkit.tracing.expressions import Const, Src
-from loadkit.tracing.program import walk
+from loadkit.readers.base import Place, Reader
+from loadkit.tracing.expressions import Call, Const, Expr, Part, Src
+from loadkit.tracing.pairing import Strip
+from loadkit.tracing.program import children, walk
 from loadkit.tracing.storage import FileLeaf
+from loadkit.tracing.view import View
 
 if TYPE_CHECKING:
     from loadkit.resolve import Job
 
-__all__ = ["Costs", "costs_of"]
+__all__ = ["Bill", "Costs", "costs_of"]
 
 
 class Costs(NamedTuple):
-    """Bytes: of needed elements, to read, mapped of it, of parameters, of memory at most."""
+    """Bytes: of needed elements, to read, mapped of it, of parameters, of memory at most.
+
+    ``requests``: reads after neighbours were joined.
+    """
 
     needed: int
     read: int
     aliased: int
     parameters: int
     peak: int
+    requests: int
 
 
 def costs_of(targets: Sequence[Target], reader: Reader, job: Job) -> Costs:
@@ -36,8 +42,7 @@ def costs_of(targets: Sequence[Target], reader: Reader, job: Job) -> Costs:
     """
     aliases = reader.aliases and job.load_config.alias == "auto"
     allowed = {id(file): aliases and can_alias(file)[0] for file in files_of(list(targets))}
-    needed = read = aliased = staging = 0
-    shared: set[Any] = set()
+    bill = Bill(reader)
     owned: dict[int, int] = {}
     host = job.device.startswith("cpu")
     users = Counter(id(target.storage) for target in targets)
@@ -53,17 +58,12 @@ def costs_of(targets: Sequence[Target], reader: Reader, job: Job) -> Costs:
             )
         )
         moves = moves_of(target, direct=host, alias=aliases)
-        cost = read_cost(moves, type(reader), shared)
-        needed += cost.needed
-        read += cost.read
-        aliased += cost.aliased
-        staging = max(staging, cost.staging)
+        bill.add(moves)
         for _, expr, _ in target.checks:
-            check = expression_cost(expr, type(reader), shared)
-            needed, read = needed + check.needed, read + check.read
-            staging = max(staging, check.staging)
+            bill.staging = max(bill.staging, bill.evaluated(expr))
         if target.storage.real is None and moves.alias is None:
             owned[id(target.storage)] = target.storage.numel * target.storage.itemsize
+    bill.close()
     constants = {
         item.tensor.untyped_storage()._cdata: item.tensor.untyped_storage().nbytes()
         for target in targets
@@ -73,5 +73,112 @@ def costs_of(targets: Sequence[Target], reader: Reader, job: Job) -> Costs:
         if isinstance(item, Const) and item.source is not None
     }
     parameters = sum(target.nbytes for target in targets if target.is_parameter)
-    peak = staging + sum(constants.values()) + (sum(owned.values()) if host else 0)
-    return Costs(needed, read, aliased, parameters, peak)
+    peak = bill.staging + sum(constants.values()) + (sum(owned.values()) if host else 0)
+    return Costs(bill.needed, bill.read, bill.aliased, parameters, peak, bill.requests)
+
+
+class Bill:
+    """Adds up what moving targets takes. All but ``requests`` in bytes.
+
+    ``staging`` is memory beside the targets' own, at most at once. Strips of all targets are
+    surveyed together when the bill is closed, as they are read together.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self.needed = self.read = self.aliased = self.requests = self.staging = 0
+        self._reader = reader
+        self._strips: list[Place] = []
+        # Whole operations that are computed already, and regions of files counted as needed.
+        self._seen: set[Hashable] = set()
+
+    def add(self, moves: Moves) -> None:
+        """Count a target."""
+        if moves.alias is not None:
+            nbytes = moves.alias[2]
+            self.needed += nbytes
+            self.read += nbytes
+            self.aliased += nbytes
+            return
+        for leaf, strip in moves.strips:
+            self.needed += self._needed(leaf, strip)
+            self._strips.append(_place(leaf, strip))
+        for view, expr in moves.computed:
+            if isinstance(expr, Const):
+                continue  # in memory already
+            for part_view, part in chunks(view, expr):
+                held = self.evaluated(part) + part_view.numel * part_view.itemsize
+                self.staging = max(self.staging, held)
+
+    def close(self) -> None:
+        """Count the strips of every target."""
+        self._survey(self._strips)
+        self._strips = []
+
+    def evaluated(self, expr: Expr) -> int:
+        """Count what evaluating an expression reads: each region once; gives its own memory."""
+        staging = 0
+        fetched: set[tuple[int, View]] = set()
+        for item in self._walk_once(expr):
+            if isinstance(item, Src) and isinstance(item.leaf, FileLeaf):
+                region = (id(item.leaf), item.view)
+                if region in fetched:
+                    continue
+                fetched.add(region)
+                staging += self._fetch(item, item.leaf, region)
+            elif isinstance(item, Call) and item.origin is not None:
+                staging += item.origin.view.numel * item.origin.view.itemsize
+        return staging
+
+    def _fetch(self, src: Src, leaf: FileLeaf, region: Hashable) -> int:
+        """Count the read of a region; gives the memory that it is read into."""
+        strips, _ = fetch_strips(src.view)
+        distinct = src.view.itemsize * _distinct(src.view)
+        dense = sum(strip.rows * strip.row_bytes for strip in strips)
+        if distinct >= dense:
+            self.needed += sum(self._needed(leaf, strip) for strip in strips)
+        elif self._once(region):  # read with gaps
+            self.needed += distinct
+        if self._reader.aliases and leaf.info.offset % src.dtype.itemsize == 0:
+            self.read += dense  # computed from the map
+            return 0
+        self._survey(_place(leaf, strip) for strip in strips)
+        return dense
+
+    def _survey(self, places: Iterable[Place]) -> None:
+        found = self._reader.survey(sorted(places, key=lambda p: (p.file.name, p.offset)))
+        self.read += found.nbytes
+        self.requests += found.requests
+
+    def _needed(self, leaf: FileLeaf, strip: Strip) -> int:
+        """Bytes of a strip of a file, if it is not counted yet."""
+        place = (id(leaf), strip.source, strip.row_bytes, strip.rows, strip.source_stride)
+        return strip.rows * strip.row_bytes if self._once(place) else 0
+
+    def _once(self, key: Hashable) -> bool:
+        """Whether this is the first time."""
+        known = key in self._seen
+        self._seen.add(key)
+        return not known
+
+    def _walk_once(self, expr: Expr) -> Iterator[Expr]:
+        """Everything below an expression, whole operations that others share only once."""
+        origin = expr.call.origin if isinstance(expr, Part) else None
+        if origin is not None and not self._once(id(origin)):
+            return
+        yield expr
+        for child in children(expr):
+            yield from self._walk_once(child)
+
+
+def _place(leaf: FileLeaf, strip: Strip) -> Place:
+    info = leaf.info
+    offset = info.offset + strip.source
+    return Place(info.file, offset, strip.row_bytes, strip.rows, strip.source_stride, leaf.name)
+
+
+def _distinct(view: View) -> int:
+    """Elements of a view, repeats not counted."""
+    out = 1
+    for n, s in zip(view.size, view.stride, strict=True):
+        out *= n if s else 1
+    return out

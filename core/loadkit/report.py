@@ -12,7 +12,12 @@ from typing import Any, Self
 
 from loadkit.parallel_config import ParallelConfig
 
-__all__ = ["LoadReport", "PeakMeter", "Stopwatch", "anonymous_bytes"]
+__all__ = ["LoadReport", "PeakMeter", "Stopwatch", "amplification", "anonymous_bytes"]
+
+
+def amplification(read: int, needed: int) -> float:
+    """Bytes that are read for each that is needed; 1.0 where none is needed."""
+    return round(read / needed, 4) if needed else 1.0
 
 
 @dataclass
@@ -24,6 +29,7 @@ class LoadReport:
         bytes_needed: file bytes of the elements that the parameters are made of.
         bytes_read: what was taken from the files: those, gaps, and mapped extents; no headers.
         aliased_bytes: part of ``bytes_read`` that is mapped and not copied.
+        requests: reads it took, after neighbours were joined; a view takes none.
         parameter_bytes: what the parameters hold.
         peak: ``host_anonymous_bytes`` and ``device_bytes``, above the start of the load.
         reader: the reader's name; ``reader_why`` why it was chosen.
@@ -43,6 +49,7 @@ class LoadReport:
     bytes_needed: int = 0
     bytes_read: int = 0
     aliased_bytes: int = 0
+    requests: int = 0
     parameter_bytes: int = 0
     peak: dict[str, int] = field(default_factory=dict)
     casts: list[dict[str, Any]] = field(default_factory=list)
@@ -50,10 +57,16 @@ class LoadReport:
     initialised: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
+    @property
+    def read_amplification(self) -> float:
+        """``bytes_read`` in parts of ``bytes_needed``: 1.0 if nothing else was read."""
+        return amplification(self.bytes_read, self.bytes_needed)
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON-able values."""
         out = {each.name: getattr(self, each.name) for each in fields(self)}
-        out["parallel"] = {f.name: getattr(self.parallel, f.name) for f in fields(self.parallel)}
+        out["read_amplification"] = self.read_amplification
+        out["parallel"] = self.parallel.to_dict()
         return out
 
 

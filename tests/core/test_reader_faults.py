@@ -24,7 +24,7 @@ from helpers.extents import (
 )
 from loadkit.config import LoadConfig
 from loadkit.errors import ChangedError, ReadError, TruncatedError
-from loadkit.readers import mmap
+from loadkit.readers import mmap, runs
 from loadkit.readers.base import Extent, Reader
 from loadkit.readers.mmap import MmapReader
 from loadkit.readers.pread import PreadReader
@@ -201,14 +201,16 @@ def test_a_file_cut_between_the_check_and_the_copy_is_an_error_and_not_a_signal(
     opened = LocalFile("cut.bin", str(cut))
     reader = MmapReader(LoadConfig(num_threads=1))
     honest = opened.check_unchanged
-    tasks = reader._tasks
+    tasks = runs.tasks
 
-    def cutting(extents: Sequence[Extent]) -> Iterator[Callable[[], int]]:
-        for task in tasks(extents):
+    def cutting(
+        extents: Sequence[Extent], rows_of: Callable[[Extent], Iterator[Callable[[], int]]]
+    ) -> Iterator[Callable[[], int]]:
+        for task in tasks(extents, rows_of):
             yield task
             os.truncate(cut, 8192)
 
-    monkeypatch.setattr(reader, "_tasks", cutting)
+    monkeypatch.setattr(runs, "tasks", cutting)
     with pytest.raises(TruncatedError):
         reader.read(mixed_extents(opened))
     with pytest.raises(ChangedError):

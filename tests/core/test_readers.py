@@ -22,10 +22,12 @@ from helpers.extents import (
     extent,
     held,
     reader_threads,
+    small_pieces,
+    surveyed,
 )
 from loadkit.config import LoadConfig
 from loadkit.readers import runs
-from loadkit.readers.base import Extent, Reader
+from loadkit.readers.base import Extent, Place, Reader
 from loadkit.readers.mmap import MmapReader
 from loadkit.readers.pread import GAP, SPAN, PreadReader
 from loadkit.readers.runs import LONG_ROW
@@ -48,6 +50,20 @@ def shapes(draw: st.DrawFn) -> tuple[int, int, int, int, int]:
     return offset, row_bytes, rows, file_stride, row_bytes + dest_gap
 
 
+@given(drawn=st.lists(shapes(), max_size=6))
+def test_the_requests_foretold_are_the_calls_made(
+    drawn: list[tuple[int, int, int, int, int]], file: LocalFile
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        small_pieces(patch, 100_000)
+        calls = count_calls(patch)
+        reader = PreadReader(LoadConfig(num_threads=2))
+        extents = [extent(file, *shape) for shape in sorted(drawn)]
+        foretold = surveyed(reader, extents)
+        reader.read(extents)
+    assert foretold.requests == len(calls)
+
+
 @given(drawn=st.lists(shapes(), max_size=6), kind=st.sampled_from(READERS))
 def test_any_extents_give_the_files_bytes_and_the_counts_foretold(
     drawn: list[tuple[int, int, int, int, int]], kind: type[Reader], file: LocalFile, path: Path
@@ -66,15 +82,19 @@ def test_rows_that_fill_many_spans_are_right_and_counted(
     check(reader, [extent(file, 1, row_bytes, rows, row_bytes + gap, row_bytes)], path.read_bytes())
 
 
-def test_gaps_within_a_span_count_and_gaps_between_spans_do_not() -> None:
+def test_gaps_within_a_span_count_and_gaps_between_spans_do_not(file: LocalFile) -> None:
     stride = 1024
     per_span = SPAN // stride
-    assert PreadReader.bytes_for(512, per_span, stride) == per_span * stride - 512
-    assert PreadReader.bytes_for(512, per_span + 1, stride) == per_span * stride
-    assert PreadReader.bytes_for(512, 7, 512 + GAP + 1) == 7 * 512
-    assert PreadReader.bytes_for(SPAN, 7, SPAN + 1) == 7 * SPAN
-    assert PreadReader.bytes_for(512, 0, stride) == PreadReader.bytes_for(0, 5, stride) == 0
-    assert MmapReader.bytes_for(512, 7, stride) == 7 * 512
+
+    def of(kind: type[Reader], row_bytes: int, rows: int, stride: int) -> tuple[int, int]:
+        return kind(LoadConfig()).survey([Place(file, 0, row_bytes, rows, stride)])
+
+    assert of(PreadReader, 512, per_span, stride) == (per_span * stride - 512, 1)
+    assert of(PreadReader, 512, per_span + 1, stride) == (per_span * stride, 2)
+    assert of(PreadReader, 512, 7, 512 + GAP + 1) == (7 * 512, 7)
+    assert of(PreadReader, SPAN, 7, SPAN + 1) == (7 * SPAN, 7)
+    assert of(PreadReader, 512, 0, stride) == of(PreadReader, 0, 5, stride) == (0, 0)
+    assert of(MmapReader, 512, 7, stride) == (7 * 512, 1)
 
 
 def test_touching_neighbours_are_read_by_one_call_into_several_tensors(
@@ -82,6 +102,7 @@ def test_touching_neighbours_are_read_by_one_call_into_several_tensors(
 ) -> None:
     calls = count_calls(monkeypatch)
     extents = [extent(file, 100 + 40 * n, 40, tensor=f"t{n}") for n in range(30)]
+    assert surveyed(PreadReader(LoadConfig()), extents) == (30 * 40, 1)
     check(PreadReader(LoadConfig()), extents, path.read_bytes())
     assert len(calls) == 1
     extents = [extent(file, 50 * n, 40) for n in range(30)]

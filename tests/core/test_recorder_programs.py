@@ -18,8 +18,9 @@ from helpers.checkpoints import write_st
 from helpers.programs import Env, Model, Recorded, lazy_of, run_recorded, same_bits
 from loadkit.build import parameters_on_meta
 from loadkit.errors import TraceError
-from loadkit.execution import Target, moves_of, read_cost
+from loadkit.execution import Target, moves_of
 from loadkit.load_config import LoadConfig
+from loadkit.plan_costs import Bill
 from loadkit.readers.base import Reader
 from loadkit.readers.mmap import MmapReader
 from loadkit.readers.pread import PreadReader
@@ -225,10 +226,11 @@ def test_bytes_needed_are_the_bytes_of_the_elements_selected(tmp_path: Path, see
         if replayed(target):
             continue
         numbers = [n for n in a[sure].reshape(-1).tolist() if 0 <= n < total]
-        cost = read_cost(moves_of(target, direct=True, alias=False), PreadReader, set())
-        assert 4 * len(set(numbers)) <= cost.needed <= 4 * len(numbers)
+        bill = Bill(PreadReader(LoadConfig()))
+        bill.add(moves_of(target, direct=True, alias=False))
+        assert 4 * len(set(numbers)) <= bill.needed <= 4 * len(numbers)
         if len(set(numbers)) == len(numbers):
-            assert cost.needed == 4 * len(numbers)
+            assert bill.needed == 4 * len(numbers)
 
 
 TRANSCENDENTAL = [torch.exp, torch.sigmoid, torch.tanh, torch.rsqrt, torch.nn.functional.silu]

@@ -112,6 +112,8 @@ class FakePlan:
     bytes_to_read: int = 1024
     parameter_bytes: int = 1000
     predicted_peak_bytes: int = 3 << 30
+    requests: int = 7
+    read_amplification: float = 1.024
 
     @property
     def ok(self) -> bool:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from loadkit.readers import mmap, pread, runs
-from loadkit.readers.base import Extent, Reader
+from loadkit.readers.base import Extent, Place, Reader, Survey
 from loadkit.readers.mmap import MmapReader
 from loadkit.readers.pread import GAP, PreadReader
 from loadkit.readers.runs import LONG_ROW
@@ -56,15 +56,19 @@ def held(wanted: Extent) -> bytes:
     return bytes(wanted.dest.numpy())
 
 
-def counted(reader: Reader, extents: Sequence[Extent]) -> int:
-    return sum(reader.bytes_for(e.row_bytes, e.rows, e.file_stride) for e in extents)
+def surveyed(reader: Reader, extents: Sequence[Extent]) -> Survey:
+    """What the reader says that reading the extents would take."""
+    return reader.survey(
+        [Place(e.file, e.offset, e.row_bytes, e.rows, e.file_stride, e.tensor) for e in extents]
+    )
 
 
 def check(reader: Reader, extents: Sequence[Extent], data: bytes) -> None:
     landed: list[int] = []
+    foretold = surveyed(reader, extents).nbytes
     total = reader.read(extents, landed.append)
     assert [held(e) == expected(data, e) for e in extents] == [True] * len(extents)
-    assert total == counted(reader, extents) == sum(landed)
+    assert total == foretold == sum(landed)
 
 
 def open_descriptors() -> list[str]:

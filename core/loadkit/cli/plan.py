@@ -21,6 +21,9 @@ HEAD = (
     "architecture", "model_class", "distribution", "load_format", "load_format_why", "dtype",
     "reader", "reader_why",
 )  # fmt: skip
+# What it says of each rank: bytes, then how they are read.
+SIZES = ("bytes_needed", "bytes_to_read", "parameter_bytes", "predicted_peak_bytes")
+READS = ("requests", "read_amplification")
 ROW_HEADERS = ["tensor", "file", "source", "parameter", "target", "exact", "kind"]
 
 
@@ -66,8 +69,7 @@ def _plan_ranks(request: ModelRequest, *, with_rows: bool) -> tuple[dict[str, An
             document |= {key: getattr(plan, key) for key in HEAD}
             document["notes"] = [note.to_dict() for note in plan.notes]
         where = {f"{axis}_rank": getattr(parallel, f"{axis}_rank") for axis in ("tp", "pp", "ep")}
-        sizes = ("bytes_needed", "bytes_to_read", "parameter_bytes", "predicted_peak_bytes")
-        ranks.append(where | {key: getattr(plan, key) for key in sizes})
+        ranks.append(where | {key: getattr(plan, key) for key in (*SIZES, *READS)})
         document["ok"] = document["ok"] and plan.ok
         for problem in plan.problems:  # the same problem on another rank is one problem
             values = problem.to_dict()
@@ -99,16 +101,19 @@ def _show(
         ]
     )
     out.line()
-    sizes = ["needed", "to read", "parameters", "predicted peak"]
-    keys = ["bytes_needed", "bytes_to_read", "parameter_bytes", "predicted_peak_bytes"]
+    heads = [
+        *("tp", "pp", "ep"),
+        *("needed", "to read", "parameters", "predicted peak", "requests", "amplification"),
+    ]
     out.table(
-        ["tp", "pp", "ep", *sizes],
+        heads,
         [
             [rank["tp_rank"], rank["pp_rank"], rank["ep_rank"]]
-            + [human_bytes(rank[key]) for key in keys]
+            + [human_bytes(rank[key]) for key in SIZES]
+            + [rank["requests"], f"{rank['read_amplification']:.3f}"]
             for rank in document["ranks"]
         ],
-        right=["tp", "pp", "ep", *sizes],
+        right=heads,
     )
     out.line()
     if with_rows:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -20,8 +20,8 @@ class Extent:
 
     Row i is read from ``offset + i * file_stride`` and lands at byte ``i * dest_stride`` of
     ``dest``: a 1-d uint8 CPU tensor whose first byte is the first row's first byte. All of it in
-    bytes. A contiguous piece has ``rows == 1``. ``tensor`` is the checkpoint tensor's name, for
-    errors.
+    bytes. A contiguous piece has ``rows == 1``: rows that touch are read as rows. ``tensor`` is
+    the checkpoint tensor's name, for errors.
     """
 
     file: File
@@ -34,6 +34,24 @@ class Extent:
     tensor: str
 
 
+class Place(NamedTuple):
+    """Where an extent lies in its file: an ``Extent`` without its destination, in bytes."""
+
+    file: File
+    offset: int
+    row_bytes: int
+    rows: int
+    file_stride: int
+    tensor: str = ""
+
+
+class Survey(NamedTuple):
+    """What reading some places takes: bytes of the files, and in how many requests."""
+
+    nbytes: int
+    requests: int
+
+
 class Reader(ABC):
     """Moves extents. Registered with ``@register_reader(name)``; one instance per load."""
 
@@ -43,14 +61,20 @@ class Reader(ABC):
     def __init__(self, load_config: LoadConfig) -> None:
         self.load_config = load_config
 
-    @classmethod
     @abstractmethod
-    def bytes_for(cls, row_bytes: int, rows: int, file_stride: int) -> int:
-        """Bytes of file this reader takes for such an extent: the rows, and any gaps it reads."""
+    def survey(self, places: Iterable[Place]) -> Survey:
+        """What one ``read`` of these places would take: gaps and alignment included.
+
+        Places come as extents do, sorted by file and offset. Nothing is read. ``nbytes`` is exact;
+        so is ``requests`` where no read is cut short.
+
+        Raises:
+            ReadError: this reader cannot read one of the files.
+        """
 
     @abstractmethod
     def read(self, extents: Sequence[Extent], landed: Callable[[int], None] | None = None) -> int:
-        """Fill every extent's destination; returns the bytes read from files.
+        """Fill every extent's destination; returns the bytes read from files, as surveyed.
 
         Extents come sorted by file, then offset. ``landed`` is called with byte counts as they
         arrive (from any thread). On an error the remaining work is cancelled, threads are joined

@@ -9,7 +9,7 @@ import torch
 
 from loadkit.readers.base import Extent
 
-__all__ = ["buffer_at", "check_extent", "copy_rows", "is_one_run"]
+__all__ = ["buffer_at", "check_extent", "copy_rows"]
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -27,13 +27,6 @@ def buffer_at(address: int, nbytes: int) -> memoryview:
     """Memory as a writable buffer. It owns nothing: the caller keeps the memory alive."""
     view: memoryview = _memoryview_at(address, nbytes, _WRITABLE)
     return view
-
-
-def is_one_run(extent: Extent) -> bool:
-    """Whether the extent is one run of bytes on both sides."""
-    if extent.rows == 1:
-        return True
-    return extent.file_stride == extent.row_bytes == extent.dest_stride
 
 
 def check_extent(extent: Extent) -> None:

@@ -16,16 +16,17 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from loadkit.errors import ChangedError, ReadError, TruncatedError
-from loadkit.readers.base import Extent, Reader
+from loadkit.readers import runs
+from loadkit.readers.base import Extent, Place, Reader, Survey
 from loadkit.readers.extents import check_extent, copy_rows
-from loadkit.readers.runs import PIECE, Runs, lands_in_runs
+from loadkit.readers.runs import PIECE
 from loadkit.readers.threads import Task, default_threads, run_tasks
 from loadkit.text import printable
 
@@ -54,9 +55,8 @@ class MmapReader(Reader):
         self._maps: dict[int, _Map] = {}
         self._lock = threading.Lock()
 
-    @classmethod
-    def bytes_for(cls, row_bytes: int, rows: int, file_stride: int) -> int:
-        return row_bytes * rows
+    def survey(self, places: Iterable[Place]) -> Survey:
+        return runs.survey(places, _survey_rows)
 
     def view(self, file: File, offset: int, nbytes: int) -> torch.Tensor:
         """A uint8 view [nbytes] of the file's private mapping, with a storage of its own.
@@ -102,7 +102,7 @@ class MmapReader(Reader):
         if not wanted:
             return 0
         threads = min(self._threads, -(-spanned // PIECE))
-        return run_tasks(self._tasks(extents), threads, landed)
+        return run_tasks(runs.tasks(extents, self._rows), threads, landed)
 
     def close(self) -> None:
         """Let go of the mappings. Those that views still use stay until the last view is gone."""
@@ -114,21 +114,23 @@ class MmapReader(Reader):
                 self._maps[id(file)] = _Map(file)
             return self._maps[id(file)]
 
-    def _tasks(self, extents: Sequence[Extent]) -> Iterator[Task]:
-        """The work in file order, made as it is drawn."""
-        runs = Runs()
-        for extent in extents:
-            if not extent.rows or not extent.row_bytes:
-                continue
-            if lands_in_runs(extent):
-                yield from runs.add(extent)
-                continue
-            yield from runs.flush()
-            mapped = self._map(extent.file)
-            step = max(1, PIECE // max(extent.file_stride, extent.row_bytes))
-            for first in range(0, extent.rows, step):
-                yield partial(_copy, mapped, extent, first, min(step, extent.rows - first))
-        yield from runs.flush()
+    def _rows(self, extent: Extent) -> Iterator[Task]:
+        """The work of rows with gaps."""
+        mapped = self._map(extent.file)
+        step = _rows_per_task(extent)
+        for first in range(0, extent.rows, step):
+            yield partial(_copy, mapped, extent, first, min(step, extent.rows - first))
+
+
+def _rows_per_task(item: Extent | Place) -> int:
+    return max(1, PIECE // max(item.file_stride, item.row_bytes))
+
+
+def _survey_rows(place: Place) -> Survey:
+    """Rows with gaps: pages are populated once a task, or once a row that lies alone."""
+    near = place.file_stride - place.row_bytes <= NEAR
+    requests = -(-place.rows // _rows_per_task(place)) if near else place.rows
+    return Survey(place.rows * place.row_bytes, requests)
 
 
 class _Map:

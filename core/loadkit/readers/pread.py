@@ -1,8 +1,8 @@
 """The reader for every file: a few threads, ``preadv`` straight into the destination.
 
-How an extent is read, and what it counts (all of it known from the extent alone):
+How an extent is read, and what it counts:
 
-- one run, or rows that touch: see ``runs``. Counts its bytes.
+- one run, or long rows that touch: see ``runs``. Counts its bytes.
 - rows with a gap of at most ``GAP`` bytes: spans of whole rows, at most ``SPAN`` bytes each, gaps
   read and dropped. Long rows land in place (the gaps in a scrap buffer), short ones go through a
   staging buffer. Counts rows and gaps, but no gap between two spans.
@@ -16,15 +16,16 @@ as much as a row's own call (1.1 us, more when threads wait for the interpreter 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from loadkit.readers.base import Extent, Reader
+from loadkit.readers import runs
+from loadkit.readers.base import Extent, Place, Reader, Survey
 from loadkit.readers.extents import buffer_at, check_extent, copy_rows
-from loadkit.readers.runs import LONG_ROW, PIECE, Runs, fill, lands_in_runs, pull
+from loadkit.readers.runs import LONG_ROW, PIECE, fill, pull
 from loadkit.readers.threads import Task, default_threads, run_tasks
 
 if TYPE_CHECKING:
@@ -52,19 +53,11 @@ class PreadReader(Reader):
         self._threads = default_threads(load_config.num_threads, most=4)
         self._stages: list[torch.Tensor] = []
 
-    @classmethod
-    def bytes_for(cls, row_bytes: int, rows: int, file_stride: int) -> int:
-        wanted = row_bytes * rows
-        per_span = _rows_per_span(row_bytes, rows, file_stride)
-        if not wanted or not per_span:
-            return wanted
-        spans = -(-rows // per_span)
-        return wanted + (rows - spans) * (file_stride - row_bytes)
+    def survey(self, places: Iterable[Place]) -> Survey:
+        return runs.survey(places, _survey_rows)
 
     def read(self, extents: Sequence[Extent], landed: Callable[[int], None] | None = None) -> int:
         """Fill every destination; ``landed`` gets counts that sum up to the result.
-
-        The result is the sum of ``bytes_for`` over the extents.
 
         Raises:
             ValueError: an extent does not fit its destination; nothing was read.
@@ -77,35 +70,26 @@ class PreadReader(Reader):
         if not wanted:
             return 0
         threads = min(self._threads, -(-wanted // PIECE))
-        return run_tasks(self._tasks(extents), threads, landed)
+        return run_tasks(runs.tasks(extents, self._rows), threads, landed)
 
     def close(self) -> None:
         self._stages.clear()
 
-    def _tasks(self, extents: Sequence[Extent]) -> Iterator[Task]:
-        """The work in file order, made as it is drawn."""
-        runs = Runs()
-        for extent in extents:
-            if not extent.rows or not extent.row_bytes:
-                continue
-            if lands_in_runs(extent):
-                yield from runs.add(extent)
-                continue
-            yield from runs.flush()
-            per_span = _rows_per_span(extent.row_bytes, extent.rows, extent.file_stride)
-            read_rows: Callable[[Extent, int, int], int]
-            if per_span:
-                read_rows, step = self._read_spans, per_span * max(1, PIECE // SPAN)
-            else:
-                read_rows = _read_alone
-                step = max(1, min(ROWS_PER_TASK, PIECE // extent.row_bytes))
-            for first in range(0, extent.rows, step):
-                yield partial(read_rows, extent, first, min(step, extent.rows - first))
-        yield from runs.flush()
+    def _rows(self, extent: Extent) -> Iterator[Task]:
+        """The work of rows with gaps."""
+        per_span = _rows_per_span(extent)
+        read_rows: Callable[[Extent, int, int], int]
+        if per_span:
+            read_rows, step = self._read_spans, per_span * max(1, PIECE // SPAN)
+        else:
+            read_rows = _read_alone
+            step = max(1, min(ROWS_PER_TASK, PIECE // extent.row_bytes))
+        for first in range(0, extent.rows, step):
+            yield partial(read_rows, extent, first, min(step, extent.rows - first))
 
     def _read_spans(self, extent: Extent, first: int, count: int) -> int:
         """Rows ``first`` to ``first + count``, with the gaps between them."""
-        per_span = _rows_per_span(extent.row_bytes, extent.rows, extent.file_stride)
+        per_span = _rows_per_span(extent)
         long_rows = extent.row_bytes >= LONG_ROW
         stage = self._stages.pop() if self._stages else _new_stage()
         moved = 0
@@ -133,11 +117,21 @@ class PreadReader(Reader):
         return moved
 
 
-def _rows_per_span(row_bytes: int, rows: int, file_stride: int) -> int:
+def _survey_rows(place: Place) -> Survey:
+    """Rows with gaps: the gaps within spans count."""
+    per_span = _rows_per_span(place)
+    wanted = place.rows * place.row_bytes
+    if not per_span:
+        return Survey(wanted, place.rows)
+    spans = -(-place.rows // per_span)
+    return Survey(wanted + (place.rows - spans) * (place.file_stride - place.row_bytes), spans)
+
+
+def _rows_per_span(item: Extent | Place) -> int:
     """Whole rows read by one call together with their gaps; 0 if each row is read by itself."""
-    if rows < 2 or not 0 <= file_stride - row_bytes <= GAP or not row_bytes:
+    if item.rows < 2 or not 0 <= item.file_stride - item.row_bytes <= GAP:
         return 0
-    per_span = SPAN // file_stride
+    per_span = SPAN // item.file_stride
     return per_span if per_span > 1 else 0
 
 

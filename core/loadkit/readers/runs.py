@@ -1,25 +1,26 @@
 """Runs: bytes that are neighbours in the file, read in place by ``preadv``.
 
 Runs that touch in one file share a call, also across extents and into different destinations.
+What is no run (short rows with gaps) is each reader's own: ``tasks`` and ``survey`` are told how.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from loadkit.errors import ReadError, TruncatedError
-from loadkit.readers.base import Extent
-from loadkit.readers.extents import buffer_at, is_one_run
+from loadkit.readers.base import Extent, Place, Survey
+from loadkit.readers.extents import buffer_at
 from loadkit.readers.threads import Task
 from loadkit.text import printable
 
 if TYPE_CHECKING:
     from loadkit.sources.base import File
 
-__all__ = ["LONG_ROW", "PARTS", "PIECE", "Runs", "fill", "lands_in_runs", "pull"]
+__all__ = ["LONG_ROW", "PARTS", "PIECE", "fill", "pull", "survey", "tasks"]
 
 PIECE = 8 << 20  # bytes of one task
 LONG_ROW = 4 << 10  # touching rows from here on land in place; shorter ones are staged or copied
@@ -30,13 +31,73 @@ PARTS = max(16, min(1024, os.sysconf("SC_IOV_MAX")))  # buffers of one preadv
 Part = tuple[int, int, Extent]
 
 
-def lands_in_runs(extent: Extent) -> bool:
-    """Whether the extent's bytes go in place, run by run."""
-    touching = extent.file_stride == extent.row_bytes and extent.row_bytes >= LONG_ROW
-    return is_one_run(extent) or touching or extent.row_bytes >= HUGE_ROW
+def tasks(extents: Sequence[Extent], rows_of: Callable[[Extent], Iterator[Task]]) -> Iterator[Task]:
+    """The work in file order, made as it is drawn; ``rows_of`` gives that of rows with gaps."""
+    runs = _Runs()
+    for extent in extents:
+        if not extent.rows or not extent.row_bytes:
+            continue
+        if _lands_in_runs(extent):
+            yield from runs.add(extent)
+        else:
+            yield from runs.flush()
+            yield from rows_of(extent)
+    yield from runs.flush()
 
 
-class Runs:
+def survey(places: Iterable[Place], rows_of: Callable[[Place], Survey]) -> Survey:
+    """What ``tasks`` would read; ``rows_of`` surveys rows with gaps."""
+    nbytes = requests = 0
+    runs = _Count()
+    for place in places:
+        if not place.rows or not place.row_bytes:
+            continue
+        if _lands_in_runs(place):
+            nbytes += place.rows * place.row_bytes
+            runs.add(place)
+        else:
+            runs.file = None
+            more = rows_of(place)
+            nbytes += more.nbytes
+            requests += more.requests
+    return Survey(nbytes, requests + runs.requests)
+
+
+def _lands_in_runs(item: Extent | Place) -> bool:
+    """Whether the bytes go in place, run by run. Told from the file's side alone."""
+    if item.rows == 1 or item.row_bytes >= HUGE_ROW:
+        return True
+    return item.file_stride == item.row_bytes and item.row_bytes >= LONG_ROW
+
+
+class _Count:
+    """Counts the calls of ``_Runs`` without its parts."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.file: File | None = None
+        self.end = self.held = self.parts = 0
+
+    def add(self, place: Place) -> None:
+        """Count a place that lands in runs."""
+        stride = place.file_stride
+        for row in range(place.rows):
+            offset, left = place.offset + row * stride, place.row_bytes
+            if place.file is not self.file or offset != self.end:
+                self.held, self.parts = PIECE, 0  # nothing can be added to it
+            self.file, self.end = place.file, offset + left
+            if self.held == PIECE or self.parts == PARTS:
+                self.requests, self.held, self.parts = self.requests + 1, 0, 0
+            rest = left - (PIECE - self.held)
+            if rest > 0:
+                more = -(-rest // PIECE)
+                self.requests += more
+                self.held, self.parts = rest - (more - 1) * PIECE, 1
+            else:
+                self.held, self.parts = self.held + left, self.parts + 1
+
+
+class _Runs:
     """Gathers parts that touch in one file into tasks of at most ``PIECE`` bytes."""
 
     def __init__(self) -> None:
@@ -45,7 +106,7 @@ class Runs:
         self.nbytes = 0
 
     def add(self, extent: Extent) -> Iterator[Task]:
-        """Take an extent that ``lands_in_runs``; gives the tasks that became full."""
+        """Take an extent that lands in runs; gives the tasks that became full."""
         for address, offset, nbytes in _runs(extent):
             yield from self._add(extent, address, offset, nbytes)
 
@@ -74,9 +135,6 @@ class Runs:
 def _runs(extent: Extent) -> Iterator[tuple[int, int, int]]:
     """Address, file offset and size of each run."""
     address = extent.dest.data_ptr()
-    if is_one_run(extent):
-        yield address, extent.offset, extent.rows * extent.row_bytes
-        return
     for row in range(extent.rows):
         place = address + row * extent.dest_stride
         yield place, extent.offset + row * extent.file_stride, extent.row_bytes
