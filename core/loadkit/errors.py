@@ -12,6 +12,8 @@ LoadkitError
 │   ├── IndexFileError         E_INDEX       the weight index does not describe the files
 │   ├── ConfigFileError        E_CONFIG      config.json
 │   ├── PathError              E_PATH        a link, a device, a path out of the folder
+│   ├── ManifestError          E_MANIFEST    loadkit_manifest.json
+│   ├── ShardedError           E_SHARDED     rank files: missing, of another world, not one whole
 │   └── NoWeightsError         E_NO_WEIGHTS  nothing there that any load format reads
 ├── ModelError                 exit 1   the model and the checkpoint do not fit
 │   ├── ArchitectureError      E_ARCHITECTURE    unknown, once supported, not given
@@ -26,6 +28,7 @@ LoadkitError
 └── ReadFailure                exit 3   the machine or the network is at fault
     ├── ReadError              E_IO          carries .errno
     ├── WriteError             E_IO          carries .errno; what was there before is still there
+    ├── DeviceError            E_DEVICE      an accelerator refused a copy, not for want of memory
     ├── TruncatedError         E_TRUNCATED   the file ended before the tensor did
     └── ChangedError           E_CHANGED     the file changed while it was in use
 """
@@ -42,10 +45,12 @@ __all__ = [
     "ConfigFileError",
     "ConflictError",
     "CoverageError",
+    "DeviceError",
     "DistributedError",
     "FormatError",
     "IndexFileError",
     "LoadkitError",
+    "ManifestError",
     "ModelError",
     "NoWeightsError",
     "NotInstalledError",
@@ -56,6 +61,7 @@ __all__ = [
     "ReadError",
     "ReadFailure",
     "ResourceError",
+    "ShardedError",
     "TraceError",
     "TruncatedError",
     "UnknownNameError",
@@ -188,6 +194,18 @@ class PathError(CheckpointError):
     code = "E_PATH"
 
 
+class ManifestError(CheckpointError):
+    """loadkit_manifest.json cannot be used."""
+
+    code = "E_MANIFEST"
+
+
+class ShardedError(CheckpointError):
+    """Rank files are missing, of another topology, or do not make up whole parameters."""
+
+    code = "E_SHARDED"
+
+
 class NoWeightsError(CheckpointError):
     """There is nothing that any load format reads."""
 
@@ -282,6 +300,12 @@ class WriteError(ReadFailure):
     def __init__(self, message: str, *, errno: int | None = None, **where: Any) -> None:
         super().__init__(message, **where)
         self.errno = errno
+
+
+class DeviceError(ReadFailure):
+    """An accelerator failed at a copy, an allocation or a computation, and is not out of memory."""
+
+    code = "E_DEVICE"
 
 
 class TruncatedError(ReadFailure):
