@@ -30,10 +30,12 @@ if TYPE_CHECKING:
     from loadkit.errors import ConfigFileError as ConfigFileError
     from loadkit.errors import ConflictError as ConflictError
     from loadkit.errors import CoverageError as CoverageError
+    from loadkit.errors import DeviceError as DeviceError
     from loadkit.errors import DistributedError as DistributedError
     from loadkit.errors import FormatError as FormatError
     from loadkit.errors import IndexFileError as IndexFileError
     from loadkit.errors import LoadkitError as LoadkitError
+    from loadkit.errors import ManifestError as ManifestError
     from loadkit.errors import ModelError as ModelError
     from loadkit.errors import NotInstalledError as NotInstalledError
     from loadkit.errors import NoWeightsError as NoWeightsError
@@ -44,12 +46,14 @@ if TYPE_CHECKING:
     from loadkit.errors import ReadError as ReadError
     from loadkit.errors import ReadFailure as ReadFailure
     from loadkit.errors import ResourceError as ResourceError
+    from loadkit.errors import ShardedError as ShardedError
     from loadkit.errors import TraceError as TraceError
     from loadkit.errors import TruncatedError as TruncatedError
     from loadkit.errors import UnknownNameError as UnknownNameError
     from loadkit.errors import UsageError as UsageError
     from loadkit.errors import WeightLoadError as WeightLoadError
     from loadkit.errors import WriteError as WriteError
+    from loadkit.expert_placement import ExpertPlacement as ExpertPlacement
     from loadkit.finish import device_loading_context as device_loading_context
     from loadkit.finish import finalize_layerwise_processing as finalize_layerwise_processing
     from loadkit.finish import process_weights_after_loading as process_weights_after_loading
@@ -71,6 +75,7 @@ if TYPE_CHECKING:
     from loadkit.mapper import WeightsMapper as WeightsMapper
     from loadkit.model_registry import ModelRegistry as ModelRegistry
     from loadkit.model_registry import is_supported as is_supported
+    from loadkit.quantization import FusedMoEMethodBase as FusedMoEMethodBase
     from loadkit.quantization import LinearMethodBase as LinearMethodBase
     from loadkit.quantization import QuantizationConfig as QuantizationConfig
     from loadkit.quantization import QuantizeMethodBase as QuantizeMethodBase
@@ -97,8 +102,11 @@ __all__ = [
     "ConfigFileError",
     "ConflictError",
     "CoverageError",
+    "DeviceError",
     "DistributedError",
+    "ExpertPlacement",
     "FormatError",
+    "FusedMoEMethodBase",
     "HFConfig",
     "IndexFileError",
     "LinearMethodBase",
@@ -108,6 +116,7 @@ __all__ = [
     "LoadResult",
     "LoadkitConfig",
     "LoadkitError",
+    "ManifestError",
     "ModelConfig",
     "ModelError",
     "ModelRegistry",
@@ -125,6 +134,7 @@ __all__ = [
     "ReadFailure",
     "ResourceError",
     "SaveReport",
+    "ShardedError",
     "SupportsLoRA",
     "SupportsMultiModal",
     "SupportsPP",
@@ -186,10 +196,12 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "ConfigFileError",
         "ConflictError",
         "CoverageError",
+        "DeviceError",
         "DistributedError",
         "FormatError",
         "IndexFileError",
         "LoadkitError",
+        "ManifestError",
         "ModelError",
         "NoWeightsError",
         "NotInstalledError",
@@ -200,6 +212,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "ReadError",
         "ReadFailure",
         "ResourceError",
+        "ShardedError",
         "TraceError",
         "TruncatedError",
         "UnknownNameError",
@@ -207,6 +220,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "WeightLoadError",
         "WriteError",
     ),
+    "expert_placement": ("ExpertPlacement",),
     "finish": (
         "device_loading_context",
         "finalize_layerwise_processing",
@@ -237,6 +251,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     ),
     "load_plan": ("LoadPlan",),
     "quantization": (
+        "FusedMoEMethodBase",
         "LinearMethodBase",
         "QuantizationConfig",
         "QuantizeMethodBase",
