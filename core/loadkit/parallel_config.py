@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from loadkit.errors import OptionError
+from loadkit.expert_placement import ExpertPlacement
 
 __all__ = ["MAX_WORLD_SIZE", "ParallelConfig"]
 
@@ -19,6 +20,7 @@ class ParallelConfig:
     """Which part of the model this rank holds. world = dp x pp x tp; ep divides dp x tp.
 
     Ranks are counted with tp innermost, then pp, then dp; ep re-uses the ranks of dp x tp.
+    ``expert_placement`` says which experts an ep rank holds; None: ``ExpertPlacement.linear``.
     """
 
     tp_size: int = 1
@@ -29,6 +31,7 @@ class ParallelConfig:
     ep_rank: int = 0
     dp_size: int = 1
     dp_rank: int = 0
+    expert_placement: ExpertPlacement | None = None
 
     def __post_init__(self) -> None:
         for axis in _AXES:
@@ -51,6 +54,17 @@ class ParallelConfig:
             )
         if self.world_size > MAX_WORLD_SIZE:
             raise OptionError(f"a world of {self.world_size} ranks; at most {MAX_WORLD_SIZE}")
+        placement: Any = self.expert_placement
+        if placement is not None and not isinstance(placement, ExpertPlacement):
+            raise OptionError(
+                f"ParallelConfig.expert_placement is {type(placement).__name__}; "
+                "accepted: an ExpertPlacement, or None"
+            )
+        if placement is not None and placement.ep_size != self.ep_size:
+            raise OptionError(
+                f"ParallelConfig.expert_placement is for {placement.ep_size} expert-parallel "
+                f"rank(s); ep_size is {self.ep_size}"
+            )
 
     @property
     def world_size(self) -> int:
@@ -62,9 +76,37 @@ class ParallelConfig:
         """This rank's place in the world."""
         return (self.dp_rank * self.pp_size + self.pp_rank) * self.tp_size + self.tp_rank
 
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON-able values."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        placement = self.expert_placement
+        return {**found, "expert_placement": placement and placement.to_dict()}
+
+    @classmethod
+    def from_dict(cls, values: Any) -> ParallelConfig:
+        """What ``to_dict`` gave.
+
+        Raises:
+            OptionError: it is something else.
+        """
+        known = {field.name for field in fields(cls)}
+        if not isinstance(values, dict) or not values.keys() <= known:
+            raise OptionError(f"a ParallelConfig has the keys {sorted(known)}")
+        placement = values.get("expert_placement")
+        if placement is not None:
+            values = {**values, "expert_placement": ExpertPlacement.from_dict(placement)}
+        return cls(**values)
+
     @classmethod
     def for_rank(
-        cls, rank: int, *, tp_size: int = 1, pp_size: int = 1, ep_size: int = 1, dp_size: int = 1
+        cls,
+        rank: int,
+        *,
+        tp_size: int = 1,
+        pp_size: int = 1,
+        ep_size: int = 1,
+        dp_size: int = 1,
+        expert_placement: ExpertPlacement | None = None,
     ) -> ParallelConfig:
         """The part that rank ``rank`` of the world holds, the expert-parallel rank included.
 
@@ -85,4 +127,5 @@ class ParallelConfig:
             ep_rank=(dp_rank * tp_size + tp_rank) % ep_size,
             dp_size=dp_size,
             dp_rank=dp_rank,
+            expert_placement=expert_placement,
         )

@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from loadkit import plugins
 from loadkit.errors import ConfigFileError, LoadkitError, OptionError, UnknownNameError
-from loadkit.quantization_base import LinearMethodBase, QuantizationConfig, QuantizeMethodBase
+from loadkit.quantization_base import (
+    FusedMoEMethodBase,
+    LinearMethodBase,
+    QuantizationConfig,
+    QuantizeMethodBase,
+)
 from loadkit.text import printable
 
 if TYPE_CHECKING:
@@ -24,6 +29,7 @@ if TYPE_CHECKING:
     from loadkit.sources.base import Source
 
 __all__ = [
+    "FusedMoEMethodBase",
     "LinearMethodBase",
     "QuantizationConfig",
     "QuantizeMethodBase",

@@ -11,7 +11,7 @@ from loadkit.errors import ConfigFileError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LinearMethodBase", "QuantizationConfig", "QuantizeMethodBase"]
+__all__ = ["FusedMoEMethodBase", "LinearMethodBase", "QuantizationConfig", "QuantizeMethodBase"]
 
 
 class QuantizeMethodBase(ABC):
@@ -72,6 +72,46 @@ class LinearMethodBase(QuantizeMethodBase):
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Inputs [..., K of the rank] -> outputs [..., N of the rank]."""
+
+
+class FusedMoEMethodBase(QuantizeMethodBase):
+    """The method of a mixture of experts: gate and up in w13, down in w2, for every slot."""
+
+    @abstractmethod
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Register the layer's parameters ``w13_...`` and ``w2_...``, dim 0 counting slots.
+
+        Args:
+            layer: the layer; ``w13_shards`` and ``w2_shards`` of it say how an expert's tensors
+                lie in its parameters.
+            num_experts: the rank's slots.
+            hidden_size: D, width of inputs and outputs.
+            intermediate_size_per_partition: the rank's part of an expert's inner width.
+            params_dtype: the dtype of unquantised numbers.
+            **extra_weight_attrs: for every parameter: ``weight_loader``, ``tp_rank``, ``tp_size``
+                (of the ranks that cut an expert).
+        """
+
+    @abstractmethod
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """Inputs [T, D] to this rank's part of the sum over each token's experts, [T, D].
+
+        Args:
+            layer: the layer.
+            x: the tokens.
+            weights: [T, k], what each chosen expert's output is multiplied by.
+            slots: [T, k], the rank's slot of each chosen expert; -1: another rank's.
+        """
 
 
 class QuantizationConfig(ABC):

@@ -11,6 +11,13 @@ _MODULES = {
     "block_scale": ("BlockQuantScaleParameter",),
     "communication": ("all_gather", "all_reduce", "init_parallel_groups", "tp_group"),
     "custom_op": ("CustomOp",),
+    "fused_moe": (
+        "ExpertParameter",
+        "FusedMoE",
+        "Router",
+        "UnquantizedFusedMoEMethod",
+        "run_experts",
+    ),
     "kv_cache": ("KVCache",),
     "layernorm": ("GemmaRMSNorm", "LayerNorm", "RMSNorm"),
     "linear": ("ColumnParallelLinear", "LinearBase", "ReplicatedLinear", "RowParallelLinear"),
@@ -25,6 +32,13 @@ _MODULES = {
         "PackedParameter",
         "PerTensorScaleParameter",
         "RowParameter",
+    ),
+    "pipeline": (
+        "IntermediateTensors",
+        "PPMissingLayer",
+        "get_pp_indices",
+        "is_pp_missing_parameter",
+        "make_layers",
     ),
     "pooler": ("Pooler", "PoolingType"),
     "rotary_embedding": (
