@@ -53,10 +53,17 @@ class Survey(NamedTuple):
 
 
 class Reader(ABC):
-    """Moves extents. Registered with ``@register_reader(name)``; one instance per load."""
+    """Moves extents. Registered with ``@register_reader(name)``; one instance per load.
+
+    Attributes:
+        streaming: set by who goes forward through files in many small calls and has no plan of
+            them (``iter_weights``). A reader may then keep bytes between calls, and what
+            ``survey`` says need not hold.
+    """
 
     name: ClassVar[str]
     aliases: ClassVar[bool] = False  # whether ``view`` works
+    streaming: bool = False
 
     def __init__(self, load_config: LoadConfig) -> None:
         self.load_config = load_config
@@ -88,6 +95,23 @@ class Reader(ABC):
     def view(self, file: File, offset: int, nbytes: int) -> torch.Tensor:
         """A uint8 view [nbytes] of a private mapping, for readers with ``aliases``."""
         raise NotImplementedError(f"reader {self.name!r} cannot alias")
+
+    def expect_view(self, file: File, offset: int, nbytes: int) -> None:  # noqa: B027
+        """Told while a plan is counted: ``view`` will be called so."""
+
+    def survey_end(self) -> Survey:
+        """What ``end`` will take after everything that was surveyed and expected."""
+        return Survey(0, 0)
+
+    def end(self, landed: Callable[[int], None] | None = None) -> int:
+        """Do what is left when everything was read and viewed; returns the bytes read for it.
+
+        Called once, before a model is handed out, and not after an error.
+
+        Raises:
+            LoadkitError: what was read cannot be used.
+        """
+        return 0
 
     @abstractmethod
     def close(self) -> None:
