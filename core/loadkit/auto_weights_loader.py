@@ -133,8 +133,9 @@ class AutoWeightsLoader:
         ``prefix`` is its path from the outermost module, with the dot.
         """
         if _own(module, "is_missing_layer"):
+            why = getattr(module, "reason", None) or "its layer belongs to another pipeline stage"
             for name, _, _ in items:
-                _skip(name, "its layer belongs to another pipeline stage")
+                _skip(name, str(why))
             return
         if self._packs and (mapping := _own(module, "packed_modules_mapping")):
             packed = {**(packed or {}), **invert_packed(mapping)}

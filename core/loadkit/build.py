@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from loadkit.errors import ModelError
+from loadkit.interfaces import supports_pp
 from loadkit.origin import Origin, remember
 from loadkit.tracing.recorder import Recorder, active_recorder
 
 if TYPE_CHECKING:
-    from loadkit.config import LoadkitConfig
+    from loadkit.config import LoadkitConfig, ParallelConfig
     from loadkit.resolve import Job
 
 __all__ = [
@@ -59,11 +60,33 @@ def initialize_model(
     New style is ``(*, config, prefix)``. A ``vllm_config`` gets the same bundle. Older styles get
     what they name of ``config`` (config.json's values), ``quant_config``, ``parallel``,
     ``cache_config`` (None), ``lora_config`` (None), ``prefix``, and with ``**kwargs`` all of them.
+
+    Raises:
+        ModelError: ``PP_UNSUPPORTED``, a stage of a model that is only built whole; or its style of
+            constructor is not known.
     """
+    _check_stages(config.parallel_config, model_class)
     with set_default_torch_dtype(config.model_config.dtype):
         model = model_class(**_arguments(config, model_class, prefix))
     remember(model, Origin(config))
     return model
+
+
+def _check_stages(parallel: ParallelConfig, model_class: type[nn.Module]) -> None:
+    """Refuse a stage of a model that would be built whole on each of them.
+
+    Raises:
+        ModelError: ``PP_UNSUPPORTED``.
+    """
+    if parallel.pp_size == 1 or supports_pp(model_class):
+        return
+    raise ModelError(
+        f"{model_class.__name__} cannot be split over {parallel.pp_size} pipeline stages: it is "
+        "not marked SupportsPP, or its forward takes no intermediate_tensors",
+        code="PP_UNSUPPORTED",
+        detail={"legal": [1], "pp_size": parallel.pp_size},
+        hint="use pp_size 1, and tp_size for more ranks",
+    )
 
 
 def _arguments(config: LoadkitConfig, model_class: type[nn.Module], prefix: str) -> dict[str, Any]:

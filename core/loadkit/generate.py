@@ -17,6 +17,8 @@ from torch import nn
 
 from loadkit.errors import ModelError, UsageError
 from loadkit.interfaces import is_text_generation_model
+from loadkit.parallel_config import ParallelConfig
+from loadkit.stage_links import StageLinks
 
 __all__ = ["OnStep", "generate", "greedy"]
 
@@ -31,6 +33,7 @@ def greedy(
     max_new_tokens: int,
     eos_ids: Collection[int] = (),
     on_step: OnStep | None = None,
+    parallel: ParallelConfig | None = None,
 ) -> list[int]:
     """The tokens that follow the prompt, the likeliest one each time.
 
@@ -38,11 +41,13 @@ def greedy(
 
     Args:
         model: has ``forward(input_ids [T], positions [T]) -> [T, D]`` and ``compute_logits``. At
-            tp > 1 every rank calls this with the same arguments, and gets the same tokens.
+            tp or pp > 1 every rank calls this with the same arguments, and gets the same tokens.
         prompt_ids: at least one.
         max_new_tokens: when to stop at the latest; 0 computes nothing.
         eos_ids: tokens that end the text; the one that did is part of the answer.
-        on_step: called with each new token and its logits ``[V]``, before the next is computed.
+        on_step: called with each new token and its logits ``[V]``, before the next is computed; of
+            several pipeline stages, on the last one only.
+        parallel: this rank's place, where the model is one of several pipeline stages.
 
     Returns:
         The new tokens, without the prompt.
@@ -50,19 +55,21 @@ def greedy(
     Raises:
         UsageError: no prompt, or an id that the model has no embedding for.
         ModelError: the model generates no text, or its logits are not numbers (``E_LOGITS``).
+        DistributedError: ``parallel`` has stages and is not this process's place.
     """
     new: list[int] = []
     _check(model, prompt_ids, max_new_tokens)
     with torch.inference_mode(), _caches(model):
         device = next(model.parameters()).device
+        links = StageLinks(model, parallel or ParallelConfig(), device)
         unread, position = list(prompt_ids), 0
         while len(new) < max_new_tokens:
-            logits = _step(model, unread, position, device)
-            token = _best(logits, len(new))
+            logits = _step(model, links, unread, position, device)
+            token = links.share(None if logits is None else _best(logits, len(new)))
             position += len(unread)
             unread = [token]
             new.append(token)
-            if on_step is not None:
+            if on_step is not None and logits is not None:
                 on_step(token, logits)
             if token in eos_ids:
                 break
@@ -72,10 +79,25 @@ def greedy(
 generate = greedy  # the package's name for it
 
 
-def _step(model: Any, ids: list[int], position: int, device: torch.device) -> torch.Tensor:
-    """The logits ``[V]`` after ``ids [T]``, the first of which is at ``position``."""
+def _step(
+    model: Any, links: StageLinks, ids: list[int], position: int, device: torch.device
+) -> torch.Tensor | None:
+    """The logits ``[V]`` after ``ids [T]``, the first of which is at ``position``.
+
+    None on a pipeline stage that is not the last.
+    """
     positions = torch.arange(position, position + len(ids), device=device)
-    hidden = model(torch.tensor(ids, device=device), positions)
+    before = links.receive(len(ids))
+    given = {} if before is None else {"intermediate_tensors": before}
+    hidden = model(torch.tensor(ids, device=device), positions, **given)
+    if not links.is_last:
+        links.send(hidden, len(ids))
+        return None
+    if not isinstance(hidden, torch.Tensor):
+        raise ModelError(
+            f"{type(model).__name__} gives no hidden states: it is one of several pipeline stages",
+            hint="give its place: parallel=ParallelConfig(pp_size=..., pp_rank=...)",
+        )
     logits: torch.Tensor = model.compute_logits(hidden[-1:])
     return logits[-1]
 

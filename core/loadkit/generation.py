@@ -102,7 +102,10 @@ def speak(
     max_new_tokens: int,
     eos_ids: Collection[int],
 ) -> list[int]:
-    """One rank's part: load its share and generate. Rank 0 says each token as it comes."""
+    """One rank's part: load its share and generate.
+
+    The first rank of the last pipeline stage, which chooses them, says each token as it comes.
+    """
     load_config = options.get("load_config") or LoadConfig()
     if not load_config.num_threads:
         load_config = replace(load_config, num_threads=rank.threads)
@@ -111,11 +114,16 @@ def speak(
     make_groups(rank.parallel)
 
     def on_step(token: int, _: object) -> None:
-        if rank.parallel.rank == 0:
+        if rank.parallel.tp_rank == rank.parallel.dp_rank == 0:
             rank.say(token)
 
     return greedy(
-        model, prompt_ids, max_new_tokens=max_new_tokens, eos_ids=eos_ids, on_step=on_step
+        model,
+        prompt_ids,
+        max_new_tokens=max_new_tokens,
+        eos_ids=eos_ids,
+        on_step=on_step,
+        parallel=rank.parallel,
     )
 
 

@@ -46,7 +46,11 @@ class SupportsLoRA:
 
 
 class SupportsPP:
-    """It can hold a part of its layers: ``forward`` takes ``intermediate_tensors``."""
+    """It can hold a part of its layers, as one stage of a pipeline.
+
+    ``forward`` takes ``intermediate_tensors`` on all stages but the first, and gives them on all
+    but the last. ``make_empty_intermediate_tensors(tokens, dtype, device)`` makes room for them.
+    """
 
     supports_pp: ClassVar[bool] = True
 

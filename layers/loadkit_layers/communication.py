@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from loadkit.config import ParallelConfig
 from loadkit.errors import DistributedError
-from loadkit.parallel_groups import makes_groups
+from loadkit.parallel_groups import check_world, makes_groups
 
 __all__ = ["all_gather", "all_reduce", "global_rank", "init_parallel_groups", "tp_group"]
 
@@ -27,9 +27,7 @@ _groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int, int], dist.Pr
 
 def global_rank(parallel: ParallelConfig) -> int:
     """This place's number in the world of dp x pp x tp."""
-    return (parallel.dp_rank * parallel.pp_size + parallel.pp_rank) * parallel.tp_size + (
-        parallel.tp_rank
-    )
+    return parallel.rank
 
 
 @makes_groups
@@ -95,25 +93,4 @@ def all_gather(x: torch.Tensor, parallel: ParallelConfig, dim: int = -1) -> torc
 
 def _key(parallel: ParallelConfig) -> tuple[dist.ProcessGroup, tuple[int, int, int]]:
     """The world and the layout, after comparing the two."""
-    layout = f"dp {parallel.dp_size} x pp {parallel.pp_size} x tp {parallel.tp_size}"
-    if not (dist.is_available() and dist.is_initialized()):
-        raise DistributedError(
-            f"{layout} needs torch.distributed, which is not initialised in this process",
-            hint="start with torchrun and call torch.distributed.init_process_group first",
-        )
-    size = parallel.dp_size * parallel.pp_size * parallel.tp_size
-    if dist.get_world_size() != size:
-        raise DistributedError(
-            f"{layout} is {size} ranks; torch.distributed has {dist.get_world_size()}",
-            detail={"expected": size, "world_size": dist.get_world_size()},
-        )
-    if dist.get_rank() != global_rank(parallel):
-        raise DistributedError(
-            f"{parallel} is rank {global_rank(parallel)} of {layout}; "
-            f"torch.distributed says this process is rank {dist.get_rank()}",
-            detail={"expected": global_rank(parallel), "rank": dist.get_rank()},
-        )
-    world = dist.group.WORLD
-    if world is None:
-        raise DistributedError("torch.distributed has no default group")
-    return world, (parallel.dp_size, parallel.pp_size, parallel.tp_size)
+    return check_world(parallel), (parallel.dp_size, parallel.pp_size, parallel.tp_size)

@@ -11,7 +11,7 @@ import torch
 from helpers.checkpoints import llama_sd
 from helpers.families import build, fused, load
 from loadkit.config import ParallelConfig
-from loadkit.errors import ConfigFileError, ModelError, UsageError, WeightLoadError
+from loadkit.errors import ConfigFileError, ModelError, WeightLoadError
 
 LLAMA = "loadkit_models.llama:LlamaForCausalLM"
 TOY = {
@@ -130,11 +130,6 @@ def test_TP_08_a_tp_that_does_not_divide_names_those_that_do(tp: int) -> None:
 def test_a_config_that_cannot_be_is_a_typed_error(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigFileError, match=said):
         build(LLAMA, {**TOY, **changes})
-
-
-def test_pipeline_stages_are_refused() -> None:
-    with pytest.raises(UsageError, match="2 pipeline stages"):
-        build(LLAMA, TOY, ParallelConfig(pp_size=2))
 
 
 def test_the_table_and_the_entry_points_say_the_same(root: Path) -> None:

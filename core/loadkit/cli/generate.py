@@ -60,7 +60,7 @@ def command(
 ) -> int:
     """Load SOURCE and write what its model says after a prompt, the likeliest token each time.
 
-    With --tp and --pp, one process per rank is started on this machine.
+    With --tp and --pp, one process per rank is started on this machine; --ep uses the same ones.
     """  # fmt: skip
     if request.rank is not None:
         raise OptionError("generate needs every rank: --rank cannot be given")

@@ -21,7 +21,7 @@ from loadkit_layers.linear import ReplicatedLinear
 from loadkit_layers.pooler import Pooler
 from loadkit_layers.sequences import CuSeqlens, sequence_spans
 from loadkit_models.bert_layers import BertEmbeddings, BertEncoder
-from loadkit_models.building import check_tp, join, layer_options, refuse_pipeline
+from loadkit_models.building import check_tp, join, layer_options
 from loadkit_models.config_fields import text
 from loadkit_models.sentence_transformers import read_pooling
 from loadkit_models.sizes import DecoderSizes
@@ -61,7 +61,6 @@ class BertModel(nn.Module, PoolingModel, SupportsQuant):
         ConfigFileError: E_CONFIG, config.json lacks a size or has an impossible one, or asks for
             relative positions.
         ModelError: ``TP_INDIVISIBLE``, naming the tp sizes that would do.
-        UsageError: more than one pipeline stage.
     """
 
     packed_modules_mapping: ClassVar[dict[str, list[str]]] = {"qkv_proj": ["query", "key", "value"]}
@@ -87,7 +86,6 @@ class BertModel(nn.Module, PoolingModel, SupportsQuant):
         super().__init__()
         hf_config = config.model_config.hf_config
         sizes = DecoderSizes.of(hf_config)
-        refuse_pipeline(config.parallel_config, type(self).__name__)
         check_tp(
             config.parallel_config,
             heads=sizes.heads,

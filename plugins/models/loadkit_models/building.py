@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from loadkit.config import LoadkitConfig, ParallelConfig
-from loadkit.errors import UsageError
 from loadkit_layers.sharding import require_divisible
 
-__all__ = ["check_tp", "join", "layer_options", "refuse_pipeline"]
+__all__ = ["check_tp", "join", "layer_options"]
 
 
 def join(prefix: str, name: str) -> str:
@@ -55,16 +54,3 @@ def check_tp(
         unit="query heads, key/value heads and feed-forward width",
         legal=fits,
     )
-
-
-def refuse_pipeline(parallel: ParallelConfig, architecture: str) -> None:
-    """Refuse to build a stage of a pipeline: the model is built whole.
-
-    Raises:
-        UsageError: ``pp_size`` is above 1.
-    """
-    if parallel.pp_size > 1:
-        raise UsageError(
-            f"{architecture} cannot be split over {parallel.pp_size} pipeline stages",
-            hint="use pp_size 1, and tp_size for more ranks",
-        )

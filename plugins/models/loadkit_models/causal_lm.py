@@ -2,6 +2,9 @@
 
 # T tokens, D model width, V vocabulary
 
+Over pipeline stages the head is on the last one. Where it is the embedding's table, the first and
+the last stage have both: each reads the one tensor, under either of its names.
+
 Tensors on disk may have any of the usual prefixes, and q, k, v (gate, up) may be fused already;
 ``CausalLM.hf_to_loadkit_mapper`` is the whole of it.
 """
@@ -18,14 +21,15 @@ from torch import nn
 from loadkit.auto_weights_loader import AutoWeightsLoader
 from loadkit.config import HFConfig, LoadkitConfig
 from loadkit.errors import UsageError
-from loadkit.interfaces import SupportsQuant, TextGenerationModel
+from loadkit.interfaces import SupportsPP, SupportsQuant, TextGenerationModel
 from loadkit.mapper import WeightsMapper
 from loadkit_layers.layernorm import RMSNorm
 from loadkit_layers.logits_processor import LogitsProcessor
+from loadkit_layers.pipeline import IntermediateTensors, PPMissingLayer
 from loadkit_layers.rotary_embedding import rope_from_config
 from loadkit_layers.sequences import CuSeqlens
 from loadkit_layers.vocab_parallel_embedding import ParallelLMHead
-from loadkit_models.building import check_tp, join, layer_options, refuse_pipeline
+from loadkit_models.building import check_tp, join, layer_options
 from loadkit_models.config_fields import flag, real, text, with_defaults
 from loadkit_models.decoder import Decoder, DecoderSpec, LayerSpec
 from loadkit_models.sizes import DecoderSizes
@@ -33,13 +37,12 @@ from loadkit_models.sizes import DecoderSizes
 __all__ = ["CausalLM"]
 
 
-class CausalLM(nn.Module, TextGenerationModel, SupportsQuant):
+class CausalLM(nn.Module, TextGenerationModel, SupportsQuant, SupportsPP):
     """What decoder families have in common; ``describe`` and ``config_defaults`` make a family.
 
     Raises:
         ConfigFileError: E_CONFIG, config.json lacks a size or has an impossible value.
-        ModelError: ``TP_INDIVISIBLE``, naming the tp sizes that would do.
-        UsageError: more than one pipeline stage.
+        ModelError: ``TP_INDIVISIBLE`` or ``PP_INDIVISIBLE``, naming the sizes that would do.
     """
 
     # A fused parameter and the checkpoint's names of its parts.
@@ -76,7 +79,6 @@ class CausalLM(nn.Module, TextGenerationModel, SupportsQuant):
         hf_config = with_defaults(config.model_config.hf_text_config, self.config_defaults)
         spec = self.describe(hf_config, config.model_config.dtype)
         sizes = spec.sizes
-        refuse_pipeline(config.parallel_config, type(self).__name__)
         check_tp(
             config.parallel_config,
             heads=sizes.heads,
@@ -84,14 +86,21 @@ class CausalLM(nn.Module, TextGenerationModel, SupportsQuant):
             widths=[sizes.ffn],
             prefix=prefix,
         )
-        self.model = Decoder(spec, config=config, prefix=join(prefix, "model"))
-        self.lm_head = ParallelLMHead(
-            sizes.vocab, sizes.hidden, prefix=join(prefix, "lm_head"), **layer_options(config)
-        )
-        tied = config.model_config.tie_word_embeddings
-        if flag(hf_config, "tie_word_embeddings") if tied is None else tied:
-            self.lm_head.tie_weights(self.model.embed_tokens)
+        own = config.model_config.tie_word_embeddings
+        tied = flag(hf_config, "tie_word_embeddings") if own is None else own
+        self.model = Decoder(spec, config=config, prefix=join(prefix, "model"), tied=tied)
+        self.lm_head = self._head(sizes, self.model, config, join(prefix, "lm_head"), tied)
         self.logits_processor = LogitsProcessor(sizes.vocab, soft_cap=spec.logit_soft_cap)
+
+    @staticmethod
+    def _head(
+        sizes: DecoderSizes, model: Decoder, config: LoadkitConfig, prefix: str, tied: bool
+    ) -> nn.Module:
+        """The head, where this stage has one."""
+        if not model.is_last and not (tied and model.is_first):
+            return PPMissingLayer(f"head, of pipeline stage {config.parallel_config.pp_size - 1}")
+        head = ParallelLMHead(sizes.vocab, sizes.hidden, prefix=prefix, **layer_options(config))
+        return head.tie_weights(model.embed_tokens) if tied else head
 
     @classmethod
     def describe(cls, hf_config: HFConfig, dtype: torch.dtype) -> DecoderSpec:
@@ -124,21 +133,36 @@ class CausalLM(nn.Module, TextGenerationModel, SupportsQuant):
         self,
         input_ids: torch.Tensor | None,
         positions: torch.Tensor,
-        intermediate_tensors: None = None,
+        intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: torch.Tensor | None = None,
         *,
         cu_seqlens: CuSeqlens = None,
-    ) -> torch.Tensor:
-        """``input_ids [T]`` and ``positions [T]`` to hidden states ``[T, D]``."""
-        if intermediate_tensors is not None:
-            raise UsageError(f"{type(self).__name__} is no pipeline stage: it takes token ids")
-        hidden: torch.Tensor = self.model(
-            input_ids, positions, inputs_embeds, cu_seqlens=cu_seqlens
+    ) -> torch.Tensor | IntermediateTensors:
+        """``input_ids [T]`` and ``positions [T]`` to hidden states ``[T, D]``.
+
+        A pipeline stage that is not the first takes ``intermediate_tensors`` in place of ids, and
+        one that is not the last gives them.
+        """
+        hidden: torch.Tensor | IntermediateTensors = self.model(
+            input_ids, positions, intermediate_tensors, inputs_embeds, cu_seqlens=cu_seqlens
         )
         return hidden
 
+    def make_empty_intermediate_tensors(
+        self, tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> IntermediateTensors:
+        """Room for what the stage before hands over for so many tokens."""
+        room = torch.empty(tokens, self.model.hidden_size, dtype=dtype, device=device)
+        return IntermediateTensors({"hidden_states": room})
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``hidden [T, D]`` to ``[T, V]``, the same on every tp rank."""
+        """``hidden [T, D]`` to ``[T, V]``, the same on every tp rank.
+
+        Raises:
+            UsageError: this is not the last pipeline stage.
+        """
+        if not self.model.is_last:
+            raise UsageError("logits are computed by the last pipeline stage; this is another")
         logits: torch.Tensor = self.logits_processor(self.lm_head, hidden)
         return logits
 

@@ -21,6 +21,7 @@ from loadkit_layers.activation import get_act_and_mul_fn
 from loadkit_layers.attention import Attention
 from loadkit_layers.linear import RowParallelLinear
 from loadkit_layers.merged_linear import MergedColumnParallelLinear, QKVParallelLinear
+from loadkit_layers.pipeline import IntermediateTensors, PPMissingLayer, make_layers
 from loadkit_layers.rotary_embedding import RotaryEmbedding
 from loadkit_layers.sequences import CuSeqlens
 from loadkit_layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -197,23 +198,48 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and the last norm."""
+    """Embedding, layers and the last norm; over pipeline stages, this stage's part of them.
 
-    def __init__(self, spec: DecoderSpec, *, config: LoadkitConfig, prefix: str) -> None:
+    Args:
+        spec: the whole model.
+        config: the bundle; its ``parallel_config`` says which stage this is.
+        prefix: the dotted name.
+        tied: the head is the embedding's table, so the last stage has it too.
+    """
+
+    def __init__(
+        self, spec: DecoderSpec, *, config: LoadkitConfig, prefix: str, tied: bool = False
+    ) -> None:
         super().__init__()
+        parallel = config.parallel_config
+        self.is_first = parallel.pp_rank == 0
+        self.is_last = parallel.pp_rank == parallel.pp_size - 1
+        self.hidden_size = spec.sizes.hidden
         self.embed_scale = spec.embed_scale
-        self.embed_tokens = VocabParallelEmbedding(
-            spec.sizes.vocab,
-            spec.sizes.hidden,
-            prefix=join(prefix, "embed_tokens"),
-            **layer_options(config),
+        self.embed_tokens = (
+            VocabParallelEmbedding(
+                spec.sizes.vocab,
+                spec.sizes.hidden,
+                prefix=join(prefix, "embed_tokens"),
+                **layer_options(config),
+            )
+            if self.is_first or (self.is_last and tied)
+            else PPMissingLayer("embedding, of pipeline stage 0")
         )
         make = spec.layer_class or DecoderLayer
-        self.layers = nn.ModuleList(
-            make(spec, layer, config=config, prefix=join(prefix, f"layers.{index}"))
-            for index, layer in enumerate(spec.layers)
+
+        def layer(*, prefix: str) -> nn.Module:
+            index = int(prefix.rpartition(".")[2])
+            return make(spec, spec.layers[index], config=config, prefix=prefix)
+
+        self.start_layer, self.end_layer, self.layers = make_layers(
+            len(spec.layers), layer, join(prefix, "layers"), parallel
         )
-        self.norm = spec.norm(spec.sizes.hidden)
+        self.norm = (
+            spec.norm(spec.sizes.hidden)
+            if self.is_last
+            else PPMissingLayer(f"last norm, of pipeline stage {parallel.pp_size - 1}")
+        )
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """``input_ids [T]`` to word vectors ``[T, D]``, scaled."""
@@ -227,22 +253,49 @@ class Decoder(nn.Module):
         self,
         input_ids: torch.Tensor | None,
         positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: torch.Tensor | None = None,
         *,
         cu_seqlens: CuSeqlens = None,
-    ) -> torch.Tensor:
-        """``input_ids [T]`` (or ``inputs_embeds [T, D]``) and ``positions [T]`` to ``[T, D]``.
+    ) -> torch.Tensor | IntermediateTensors:
+        """What goes in and ``positions [T]`` to hidden states ``[T, D]``.
+
+        Args:
+            input_ids: ``[T]``; read by the first stage.
+            positions: ``[T]``.
+            intermediate_tensors: of the stage before; for every stage but the first.
+            inputs_embeds: ``[T, D]``, in place of ids.
+            cu_seqlens: borders of several sequences.
+
+        Returns:
+            Normed hidden states on the last stage; on others what the next stage takes.
 
         Raises:
-            UsageError: neither ids nor vectors.
+            UsageError: the stage was not given what it needs.
         """
-        if inputs_embeds is not None:
-            hidden = inputs_embeds
-        elif input_ids is not None:
-            hidden = self.embed(input_ids)
-        else:
-            raise UsageError("the model needs input_ids or inputs_embeds")
-        for layer in self.layers:
-            hidden = layer(positions, hidden, cu_seqlens=cu_seqlens)
+        hidden = self._input(input_ids, intermediate_tensors, inputs_embeds)
+        for index in range(self.start_layer, self.end_layer):
+            hidden = self.layers[index](positions, hidden, cu_seqlens=cu_seqlens)
+        if not self.is_last:
+            return IntermediateTensors({"hidden_states": hidden})
         normed: torch.Tensor = self.norm(hidden)
         return normed
+
+    def _input(
+        self,
+        input_ids: torch.Tensor | None,
+        before: IntermediateTensors | None,
+        inputs_embeds: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """What this stage's first layer takes: ``[T, D]``."""
+        if not self.is_first:
+            if before is None:
+                raise UsageError("a later pipeline stage needs intermediate_tensors")
+            return before["hidden_states"]
+        if before is not None:
+            raise UsageError("the first pipeline stage takes token ids, not intermediate_tensors")
+        if inputs_embeds is not None:
+            return inputs_embeds
+        if input_ids is None:
+            raise UsageError("the model needs input_ids or inputs_embeds")
+        return self.embed(input_ids)
