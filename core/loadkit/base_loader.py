@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from loadkit.parallel_config import ParallelConfig
     from loadkit.quantization_base import QuantizationConfig
     from loadkit.sources.base import Source
+    from loadkit.tracing.given import Given
 
 __all__ = ["BaseModelLoader", "get_model", "get_model_loader"]
 
@@ -44,11 +45,18 @@ class BaseModelLoader(ABC):
         files: names of the weight files it reads.
         skipped_files: files that were not used, with the reason.
         skipped_tensors: tensors of the files that are not offered to the model, with the reason.
+        by_key: its tensors are the model's own parameters, as this rank holds them: they are
+            placed by name, and nothing maps or cuts them.
+        processed: they were post-processed before they were saved: that is not done again.
+        whole_tensors: the checkpoint tensors behind them, where that is known.
     """
 
     options: ClassVar[Mapping[str, OptionSpec]] = {}
     load_options: ClassVar[frozenset[str]] = frozenset()
     needs_source: ClassVar[bool] = True
+    by_key: bool = False
+    processed: bool = False
+    whole_tensors: Mapping[str, Given] | None = None
 
     source: Source
     parallel: ParallelConfig

@@ -74,6 +74,8 @@ def run_line(job: Job, watch: Stopwatch | None = None) -> LoadResult:
             plan,
             planned.recorder.yielded,
             architecture=job.architecture if job.module is None else "",
+            given=planned.recorder.given if not job.loader.by_key else job.loader.whole_tensors,
+            by_key=job.loader.by_key,
         )
         report = _report(job, planned, done, watch, meter)
         result = LoadResult(planned.model, report, plan)
@@ -131,7 +133,8 @@ def _marked(model: nn.Module, written: bool) -> Iterator[None]:
 
 def _finish(job: Job, planned: Planned) -> None:
     model = planned.model
-    process_weights_after_loading(model, job.config.model_config, torch.device(job.device))
+    if not job.loader.processed:
+        process_weights_after_loading(model, job.config.model_config, torch.device(job.device))
     if job.device != "cpu":
         for module in model.modules():
             for name, buffer in module._buffers.items():

@@ -25,6 +25,9 @@ class ModuleLoader:
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         """Give the catalogue to the model's own ``load_weights``, or place it by names."""
+        if self._loader.by_key and self._mapper is None:
+            type(self._loader).load_weights(self._loader, model, model_config)
+            return
         weights = self._loader.get_all_weights(model_config, model)
         own = getattr(model, "load_weights", None)
         if callable(own) and self._mapper is None:

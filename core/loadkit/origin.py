@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from loadkit.config import LoadkitConfig
     from loadkit.load_plan import LoadPlan, Row
     from loadkit.mapper import WeightsMapper
+    from loadkit.tracing.given import Given
 
 __all__ = ["Origin", "origin_of", "remember", "remember_load"]
 
@@ -36,6 +37,9 @@ class Origin:
         rows: parameter or buffer -> the plan's rows that wrote it.
         sizes: parameter or buffer -> its shape when it was loaded.
         buffers: the buffers among them.
+        given: what the model's ``load_weights`` was given, by name.
+        by_key: the last load placed parameters by their own names: ``rows`` say nothing of
+            checkpoint tensors.
     """
 
     config: LoadkitConfig
@@ -46,6 +50,13 @@ class Origin:
     rows: Mapping[str, tuple[Row, ...]] = field(default_factory=dict)
     sizes: Mapping[str, Shape] = field(default_factory=dict)
     buffers: frozenset[str] = frozenset()
+    given: Mapping[str, Given] = field(default_factory=dict)
+    by_key: bool = False
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether a load into the model was finished, post-processing included."""
+        return bool(self.sizes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Origin:
         return self  # frozen, and as true of the copy
@@ -69,6 +80,8 @@ def remember_load(
     offered: Iterable[str],
     *,
     architecture: str,
+    given: Mapping[str, Given] | None = None,
+    by_key: bool = False,
 ) -> None:
     """Note a load that is done; of several loads into one module, the last word per parameter.
 
@@ -77,7 +90,7 @@ def remember_load(
         config: its bundle.
         plan: the plan that was executed.
         offered: the names under which tensors were given to the model's ``load_weights``.
-        architecture: as in ``Origin``.
+        architecture, given, by_key: as in ``Origin``.
     """
     rows: dict[str, list[Row]] = {}
     for row in plan.rows:
@@ -99,6 +112,8 @@ def remember_load(
         rows={name: tuple(found) for name, found in rows.items()},
         sizes=sizes,
         buffers=frozenset(t.names[0] for t in plan.targets if not t.is_parameter),
+        given=dict(given or {}),
+        by_key=by_key,
     )
     old = origin_of(model)
     if old is not None:
@@ -109,5 +124,6 @@ def remember_load(
             rows={**old.rows, **new.rows},
             sizes={**old.sizes, **new.sizes},
             buffers=old.buffers | new.buffers,
+            given={**old.given, **new.given},
         )
     remember(model, new)

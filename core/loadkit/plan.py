@@ -24,6 +24,7 @@ from loadkit.readers.base import Reader
 from loadkit.readers.mmap import MmapReader
 from loadkit.text import printable
 from loadkit.tracing.expressions import Call
+from loadkit.tracing.given import noted
 from loadkit.tracing.lazy_tensor import LazyTensor
 from loadkit.tracing.leaks import Held, adopt, held_tensors, leaked_names, settle, stale
 from loadkit.tracing.reading import read_now
@@ -175,7 +176,7 @@ def _observed_model(model: nn.Module, recorder: Recorder) -> Iterator[None]:
         return
 
     def load_weights(weights: Any, *args: Any, **kwargs: Any) -> Any:
-        return own(recorder.observe(weights), *args, **kwargs)
+        return own(noted(recorder.observe(weights), recorder.given), *args, **kwargs)
 
     model.__dict__["load_weights"] = load_weights
     try:

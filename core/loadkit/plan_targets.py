@@ -112,7 +112,8 @@ class TargetFinder:
         if _is_elsewhere(tensor, storage):
             storage, view, pieces = moved_home(view, tensor.dtype, pieces)
         target = Target(names, storage, view, tensor.dtype, is_parameter, pieces)
-        target.may_alias = not is_repacked(module) and storage.real is None
+        repacked = is_repacked(module) and not self.job.loader.processed
+        target.may_alias = not repacked and storage.real is None
         self._overlaps(target, overlapping)
         if is_parameter:
             self._require_written(target)

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from loadkit.errors import TraceError
 from loadkit.tracing.evaluate import Fetch
+from loadkit.tracing.given import Given
 from loadkit.tracing.lazies import contiguous_like, meta_like, to_meta
 from loadkit.tracing.lazy_tensor import LazyTensor, leaf_file
 from loadkit.tracing.misfit import set_sink
@@ -77,6 +78,7 @@ class Recorder:
         self.makes_real_data = False  # the loader's weights come real, from nowhere known
         self._sources: list[Iterator[tuple[str, torch.Tensor]]] = []
         self.files: dict[str, str] = {}  # tensor -> its file's name
+        self.given: dict[str, Given] = {}  # by the names that the model's load_weights got
         self.refused: frozenset[str] = frozenset()
         self.opaque: frozenset[str] = frozenset()
         self.opaque_bytes: dict[str, int] = {}
