@@ -22,6 +22,7 @@ from loadkit.packed_modules import Packed, find_fused, invert_packed
 from loadkit.sharded_name import ShardedName
 from loadkit.text import printable
 from loadkit.tracing import report_misfit
+from loadkit.tracing.regions import runs_quietly
 from loadkit.weight_errors import (
     Unplaced,
     describe_failure,
@@ -216,7 +217,11 @@ class AutoWeightsLoader:
         loader = getattr(target, "weight_loader", default_weight_loader)
         shard = () if name.shard_id is None else (name.shard_id,)
         try:
-            loader(target, tensor, *shard)
+            if runs_quietly(loader):
+                with torch._C.DisableTorchFunction():
+                    loader(target, tensor, *shard)
+            else:
+                loader(target, tensor, *shard)
         except MemoryError:
             raise
         except Exception as cause:  # whatever a third party raises is wrapped once

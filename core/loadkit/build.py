@@ -148,7 +148,8 @@ def parameters_on_meta() -> Iterator[None]:
 
     def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and threading.get_ident() == thread:
-            to_meta(param)
+            with torch._C.DisableTorchFunction():
+                to_meta(param)
         original(module, name, param)
 
     nn.Module.register_parameter = register_parameter  # type: ignore[method-assign,assignment]

@@ -32,11 +32,10 @@ def strip_wrappers(names: Iterable[str], module_component_names: Collection[str]
     owner: dict[str, str] = {}
     removed: Counter[str] = Counter()
     for name in names:
-        parts = name.split(".")
-        kept = [part for part in parts[:-1] if part not in removable] + parts[-1:]
-        if len(kept) < len(parts):
+        new, parts = name, name.split(".")
+        if not removable.isdisjoint(parts[:-1]):
             removed.update({part for part in parts[:-1] if part in removable})
-        new = ".".join(kept)
+            new = ".".join([part for part in parts[:-1] if part not in removable] + parts[-1:])
         if owner.setdefault(new, name) != name:
             raise WeightLoadError(
                 f"tensors '{printable(owner[new])}' and '{printable(name)}' are one name without "

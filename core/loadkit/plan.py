@@ -67,6 +67,7 @@ class Planned:
 def collector_paused() -> Iterator[None]:
     """No garbage collection inside: a plan makes a million small objects that all live on.
 
+    Afterwards they count as old ones: looking through them at once would find nothing.
     Measured: a quarter of the CPU time of a plan of 10,000 tensors.
     """
     was = gc.isenabled()
@@ -75,6 +76,9 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         if was:
+            if not gc.get_freeze_count():  # else somebody keeps objects frozen: let them be
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 

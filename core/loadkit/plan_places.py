@@ -61,9 +61,7 @@ def _parameters(model: nn.Module) -> Iterator[Place]:
         yield Place(tuple(names[key]), param, True, module)
 
 
-def _held_elsewhere(
-    model: nn.Module, recorder: Recorder, sweep: Iterable[Held]
-) -> Iterator[Place]:
+def _held_elsewhere(model: nn.Module, recorder: Recorder, sweep: Iterable[Held]) -> Iterator[Place]:
     """Real tensors beside parameters and buffers that were written to: attributes, mostly."""
     parts = {
         t.untyped_storage()._cdata

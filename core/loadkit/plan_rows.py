@@ -42,6 +42,9 @@ def _rows(
     expr: Expr, parameter: str, region: Region, kind: str, reason: str | None = None
 ) -> list[Row]:
     """A row for everything an expression is made of, each region once."""
+    if isinstance(expr, Src):
+        ((tensor, file, source),) = _leaves(expr)
+        return [Row(tensor, file, source, parameter, region, "exact", kind, reason)]
     found = dict.fromkeys(_leaves(expr))
     word = exactness(expr) if found else "exact"
     return [

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from loadkit.errors import WeightLoadError
+from loadkit.tracing.regions import copies_regions, copy_region
 
 __all__ = [
     "WeightLoader",
@@ -26,6 +27,7 @@ __all__ = [
 WeightLoader = Callable[..., None]
 
 
+@copies_regions
 def default_weight_loader(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
     """Copy a tensor into a parameter of the same shape; the dtype is cast.
 
@@ -40,7 +42,7 @@ def default_weight_loader(param: torch.Tensor, loaded_weight: torch.Tensor) -> N
         loaded_weight = loaded_weight.reshape(param.shape)
     elif param.shape != loaded_weight.shape:
         raise _misfit(param, loaded_weight, list(param.shape))
-    param.data.copy_(loaded_weight)
+    copy_region(param, loaded_weight)
 
 
 def row_parallel_weight_loader(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from loadkit.config import ParallelConfig
 from loadkit.quantization import QuantizationConfig, QuantizeMethodBase
+from loadkit.tracing.regions import copies_regions
 from loadkit_layers.communication import all_gather, all_reduce
 from loadkit_layers.parameter import BaseParameter, ColumnParameter, as_sharded
 from loadkit_layers.sharding import Shard, require_divisible, split_shards
@@ -112,6 +113,7 @@ class LinearBase(torch.nn.Module):
         """The parameter with its loading methods; plain ones are given them."""
         return as_sharded(param, tp_rank=self.tp_rank, tp_size=self.tp_size)
 
+    @copies_regions
     def weight_loader(self, param: torch.nn.Parameter, loaded_weight: torch.Tensor) -> None:
         """Copy this rank's part of a checkpoint tensor into one of the layer's parameters.
 
@@ -236,6 +238,7 @@ class RowParallelLinear(LinearBase):
     def create_bias(self, attrs: dict[str, Any]) -> BaseParameter:
         return BaseParameter(torch.empty(self.output_size, dtype=self.params_dtype), **attrs)
 
+    @copies_regions
     def weight_loader(self, param: torch.nn.Parameter, loaded_weight: torch.Tensor) -> None:
         self.sharded(param).load_row_parallel_weight(loaded_weight)
 

@@ -12,6 +12,7 @@ import torch
 
 from loadkit.config import ParallelConfig
 from loadkit.errors import WeightLoadError
+from loadkit.tracing.regions import copies_regions
 from loadkit_layers.linear import ColumnParallelLinear
 from loadkit_layers.parameter import BaseParameter
 from loadkit_layers.sharding import Shard, require_divisible, split_shards
@@ -51,6 +52,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
             input_size, sum(self.output_sizes), bias, parallel=parallel, shards=shards, **base
         )
 
+    @copies_regions
     def weight_loader(
         self,
         param: torch.nn.Parameter,

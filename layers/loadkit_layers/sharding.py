@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from loadkit.errors import ModelError, WeightLoadError
+from loadkit.tracing.regions import copy_region
 
 __all__ = [
     "Cut",
@@ -86,14 +87,8 @@ def copy_cut(param: torch.Tensor, loaded: torch.Tensor, *cuts: Cut, what: str = 
     single = _count(expected) == 1 and loaded.numel() == 1
     if not single and list(loaded.shape) != expected:
         raise misfit(param, loaded, expected, what=what)
-    target = param.data
     source = loaded.view(expected) if list(loaded.shape) != expected else loaded
-    for cut in cuts:
-        if cut.length != target.shape[cut.dim]:
-            target = target.narrow(cut.dim, cut.start, cut.length)
-        if cut.length != cut.source_size:
-            source = source.narrow(cut.dim, cut.source, cut.length)
-    target.copy_(source)
+    copy_region(param, source, [(cut.dim, cut.start, cut.length, cut.source) for cut in cuts])
 
 
 def _count(shape: Iterable[int]) -> int:

@@ -18,6 +18,7 @@ from loadkit.quantization import (
     QuantizeMethodBase,
     method_has_implemented_embedding,
 )
+from loadkit.tracing.regions import copies_regions
 from loadkit_layers.communication import all_reduce
 from loadkit_layers.parameter import ColumnParameter, as_sharded
 from loadkit_layers.sharding import Cut, misfit
@@ -134,6 +135,7 @@ class VocabParallelEmbedding(torch.nn.Module):
         for name, param in self.named_parameters(recurse=False):
             setattr(param, "parameter_name", f"{self.prefix}.{name}" if self.prefix else name)  # noqa: B010
 
+    @copies_regions
     def weight_loader(self, param: torch.nn.Parameter, loaded_weight: torch.Tensor) -> None:
         """Copy this rank's rows and zero the rest of them.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 
 import torch
 
@@ -16,6 +17,7 @@ from loadkit.tracing.expressions import (
     Missing,
     Replay,
     Src,
+    cast,
 )
 from loadkit.tracing.lazy_tensor import leaf_names
 from loadkit.tracing.program import (
@@ -55,6 +57,9 @@ def final_pieces(storage: Storage, view: View, dtype: torch.dtype) -> list[Piece
     Raises:
         TraceError: the program behind it is too long to read regions by; names its tensors.
     """
+    plain = _plain_copies(storage, view, dtype)
+    if plain is not None:
+        return plain
     try:
         with limited_work(len(storage.writes)):
             return _pieces(storage, view, dtype)
@@ -65,6 +70,37 @@ def final_pieces(storage: Storage, view: View, dtype: torch.dtype) -> list[Piece
             tensor=names[0] if names else None,
             detail={"tensors": names},
         ) from None
+
+
+def _plain_copies(storage: Storage, view: View, dtype: torch.dtype) -> list[Piece] | None:
+    """The pieces where all that was written is regions of files, and they fill the view exactly.
+
+    That is nearly every parameter; anything else is None, and ``resolve_region`` looks closely.
+    """
+    data = storage.writes[storage.loaded_from :] if storage.loaded_from else storage.writes
+    pieces: list[tuple[int, View, Expr]] = []
+    for write in data:
+        value, at = write.value, write.view
+        if isinstance(value, Fill) or write.mask is not None or write.dtype != dtype:
+            return None
+        source = value.storage
+        if source.writes or not isinstance(source.base, FileLeaf) or value.view.size != at.size:
+            return None
+        expr = cast(Src(source.base, value.view, value.dtype), dtype)
+        pieces.append((at.offset, at, expr))
+    if len(pieces) == 1:
+        return [pieces[0][1:]] if pieces[0][1] == view else None
+    if not view.is_contiguous():
+        return None
+    pieces.sort(key=itemgetter(0))
+    end = view.offset
+    for start, at, _ in pieces:
+        if start != end or at.itemsize != view.itemsize or not at.is_contiguous():
+            return None
+        end += at.numel
+    if end != view.offset + view.numel or not pieces:
+        return None
+    return [piece[1:] for piece in pieces]
 
 
 def _pieces(storage: Storage, view: View, dtype: torch.dtype) -> list[Piece]:
@@ -144,13 +180,18 @@ def overlaps(storage: Storage) -> Iterator[Overlap]:
     A write that reads the storage (a loader that transforms what it wrote, ``+=``) is no overlap,
     nor is data over a fill or a tensor over itself.
     """
-    data = [w for w in storage.writes[storage.loaded_from :] if _is_data(w)]
-    if len(data) < 2:
-        return
-    names = [leaf_names(w.value) for w in data if not isinstance(w.value, Fill)]
-    for i, j in _near([w.view.span() for w in data]):
-        first, second = data[i], data[j]
-        if names[i] != names[j] and _touch(first, second) and not _reads(second, storage):
+    data = [
+        (w, w.value)
+        for w in storage.writes[storage.loaded_from :]
+        if isinstance(w.value, Value) and w.view.numel
+    ]
+    near = _near([w.view.span() for w, _ in data]) if len(data) > 1 else []
+    names = [leaf_names(value) for _, value in data] if near else []
+    for i, j in near:
+        first, second = data[i][0], data[j][0]
+        if not names[i] or not names[j] or names[i] == names[j]:
+            continue
+        if _touch(first, second) and not _reads(second, storage):
             yield Overlap(first, second)
 
 
@@ -163,14 +204,6 @@ def _near(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
         pairs += [(min(at, other), max(at, other)) for _, other in open_now]
         open_now.append((end, at))
     return sorted(pairs, key=lambda pair: (pair[1], pair[0]))
-
-
-def _is_data(write: Write) -> bool:
-    return (
-        not isinstance(write.value, Fill)
-        and write.view.numel > 0
-        and (bool(leaf_names(write.value)))
-    )
 
 
 def _touch(a: Write, b: Write) -> bool:

@@ -12,7 +12,7 @@ Tensors on disk may have any of the usual prefixes, and q, k, v (gate, up) may b
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -112,7 +112,7 @@ class CausalLM(nn.Module, TextGenerationModel, SupportsQuant, SupportsPP):
         """
         sizes, bias = DecoderSizes.of(hf_config), flag(hf_config, "attention_bias")
         layer = LayerSpec(
-            rope=partial(rope_from_config, hf_config, head_size=sizes.head_size),
+            rope=cache(partial(rope_from_config, hf_config, head_size=sizes.head_size)),
             scale=sizes.head_size**-0.5,
             qkv_bias=bias,
             o_bias=bias,

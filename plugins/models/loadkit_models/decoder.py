@@ -43,7 +43,7 @@ class LayerSpec:
     """What one layer is made of, beyond the sizes.
 
     Attributes:
-        rope: makes the layer's rotary embedding.
+        rope: gives the rotary embedding, one module for all layers that rotate alike.
         scale: what attention scores are multiplied by.
         window: how far attention sees, as ``Attention`` counts it; None is no window.
         causal: a token sees no later one.

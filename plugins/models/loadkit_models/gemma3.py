@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -87,12 +87,13 @@ class Gemma3ForCausalLM(CausalLM):
             mlp_bias=False,
             act=text(hf_config, "hidden_activation", "gelu_pytorch_tanh"),
         )
+        ropes = {kind: cache(partial(_rope, hf_config, kind, sizes.head_size)) for kind in kinds}
         return replace(
             spec,
             layers=tuple(
                 replace(
                     common,
-                    rope=partial(_rope, hf_config, kind, sizes.head_size),
+                    rope=ropes[kind],
                     window=window if kind == SLIDING else None,
                 )
                 for kind in kinds
