@@ -11,12 +11,13 @@ import torch
 
 from loadkit.readers import mmap, pread, runs
 from loadkit.readers.base import Extent, Place, Reader, Survey
+from loadkit.readers.direct import DirectReader
 from loadkit.readers.mmap import MmapReader
 from loadkit.readers.pread import GAP, PreadReader
 from loadkit.readers.runs import LONG_ROW
 from loadkit.sources.local_file import LocalFile
 
-READERS: list[type[Reader]] = [PreadReader, MmapReader]
+READERS: list[type[Reader]] = [PreadReader, MmapReader, DirectReader]
 SIZE = 3 << 20
 
 

@@ -6,6 +6,7 @@ What is no run (short rows with gaps) is each reader's own: ``tasks`` and ``surv
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -146,22 +147,40 @@ def _read_run(offset: int, parts: list[Part]) -> int:
     return fill(owners[0].file, offset, buffers, owners)
 
 
-def fill(file: File, offset: int, buffers: list[memoryview], owners: Sequence[Extent]) -> int:
-    """Fill all buffers from one place of the file on; short reads are continued."""
-    start, at = offset, 0
-    while at < len(buffers):
-        got = pull(file, offset, buffers[at:] if at else buffers, owners[at])
+def fill(
+    file: File,
+    offset: int,
+    buffers: list[memoryview],
+    owners: Sequence[Extent],
+    *,
+    done: int = 0,
+) -> int:
+    """Fill all buffers from one place of the file on; short reads are continued.
+
+    The first ``done`` bytes are there already.
+    """
+    start, at, got = offset, 0, done
+    while True:
         offset += got
         while at < len(buffers) and got >= len(buffers[at]):
             got -= len(buffers[at])
             at += 1
+        if at == len(buffers):
+            return offset - start
         if got:
             buffers[at] = buffers[at][got:]
-    return offset - start
+        got = pull(file, offset, buffers[at:] if at else buffers, owners[at])
 
 
-def pull(file: File, offset: int, buffers: Sequence[memoryview], owner: Extent) -> int:
-    """One read: at least a byte, or a typed error."""
+def pull(
+    file: File,
+    offset: int,
+    buffers: Sequence[memoryview],
+    owner: Extent,
+    *,
+    descriptor: int | None = None,
+) -> int:
+    """One read: at least a byte, or a typed error. ``descriptor``: another one of the file."""
     while True:
         try:
             if file.path is None:
@@ -169,7 +188,8 @@ def pull(file: File, offset: int, buffers: Sequence[memoryview], owner: Extent) 
                 got = len(data)
                 buffers[0][:got] = data
             else:
-                got = os.preadv(file.fileno(), buffers, offset)
+                number = file.fileno() if descriptor is None else descriptor
+                got = os.preadv(number, buffers, offset)
         except InterruptedError:
             continue
         except OSError as error:
@@ -180,6 +200,7 @@ def pull(file: File, offset: int, buffers: Sequence[memoryview], owner: Extent) 
                 file=file.name,
                 tensor=owner.tensor,
                 offset=offset,
+                hint=_what_to_do(error.errno, direct=descriptor is not None),
             ) from error
         if got:
             return got
@@ -189,4 +210,14 @@ def pull(file: File, offset: int, buffers: Sequence[memoryview], owner: Extent) 
             file=file.name,
             tensor=owner.tensor,
             offset=offset,
+            hint="the file is incomplete or was cut while in use; copy or download it again",
         )
+
+
+def _what_to_do(number: int | None, *, direct: bool) -> str:
+    """What helps against a failed read."""
+    if direct and number in (errno.EINVAL, errno.EOPNOTSUPP):
+        return "its file system has no O_DIRECT: choose the reader 'auto' or 'pread'"
+    if number == errno.ESTALE:
+        return "the server has another file under this name now: load again"
+    return "the disk or the mount is at fault: see the system's log, and copy the file again"
