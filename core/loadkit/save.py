@@ -7,10 +7,8 @@ checks that every tensor is written from where it was read to.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,7 +37,15 @@ from loadkit.save_config import (
     stated_tie,
 )
 from loadkit.save_layout import Layout, Part, lay_out
-from loadkit.tensor_info import DTYPES
+from loadkit.saved_files import (
+    INDEX,
+    MAX_SHARD_BYTES,
+    index_bytes,
+    is_replaced,
+    main_dtype,
+    shard_name,
+    split_shards,
+)
 from loadkit.text import printable
 
 if TYPE_CHECKING:
@@ -49,11 +55,6 @@ if TYPE_CHECKING:
 __all__ = ["MAX_SHARD_BYTES", "SaveReport", "save", "split_shards"]
 
 log = logging.getLogger("loadkit")
-
-MAX_SHARD_BYTES = 5_000_000_000
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-_WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json")
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def save(
     shards = split_shards(_entries(layout), max_shard_bytes)
     other = {}
     if values is not None:
-        dtype = _main_dtype(shards)
+        dtype = main_dtype(entry for shard in shards for entry in shard)
         other["config.json"] = config_bytes(values, dtype=dtype, tied=bool(layout.ties))
     with side_files(origin) as (files, refused):
         for name, why in refused.items():
@@ -221,36 +222,6 @@ def _entry(part: Part) -> Entry:
     return entry if make is None else replace(entry, blocks=lambda: blocks_of(make()))
 
 
-def split_shards(groups: Sequence[Sequence[Entry]], most: int) -> list[list[Entry]]:
-    """Entries in files of at most ``most`` bytes of tensors, in order.
-
-    The parts of one fused parameter stay in one file, side by side, where they fit: a load maps
-    them as one view.
-    """
-    shards: list[list[Entry]] = [[]]
-    filled = 0
-    for group in groups:
-        whole = sum(entry.nbytes for entry in group)
-        pieces = [list(group)] if whole <= most else [[entry] for entry in group]
-        for piece in pieces:
-            nbytes = sum(entry.nbytes for entry in piece)
-            if shards[-1] and filled + nbytes > most:
-                shards.append([])
-                filled = 0
-            shards[-1] += piece
-            filled += nbytes
-    return shards
-
-
-def _main_dtype(shards: Sequence[Sequence[Entry]]) -> str | None:
-    """The torch name of the float dtype that most bytes are in; 8-bit floats do not count."""
-    sizes: dict[str, int] = {}
-    for entry in (entry for shard in shards for entry in shard):
-        if entry.dtype in ("F16", "BF16", "F32", "F64"):
-            sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.nbytes
-    return DTYPES[max(sizes, key=lambda name: sizes[name])][1] if sizes else None
-
-
 def _write(
     path: str | os.PathLike[str],
     shards: Sequence[Sequence[Entry]],
@@ -259,7 +230,7 @@ def _write(
     files: Sequence[tuple[str, File]],
 ) -> tuple[str, ...]:
     """Everything into the folder; what makes it a checkpoint comes last."""
-    with AtomicFolder(path, lambda name: _WEIGHTS.fullmatch(name) is not None) as folder:
+    with AtomicFolder(path, is_replaced) as folder:
         for name, file in files:
             with folder.create(name) as out:
                 for block in _blocks(file):
@@ -270,20 +241,15 @@ def _write(
         names: list[str] = []
         weight_map: dict[str, str] = {}
         total = 0
-        for number, shard in enumerate(shards, 1):
-            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            names.append(name if len(shards) > 1 else _SINGLE)
+        for number, shard in enumerate(shards):
+            names.append(shard_name(number, len(shards)))
             with folder.create(names[-1]) as out:
                 total += write_safetensors(out, shard, metadata)
             weight_map.update((entry.name, names[-1]) for entry in shard)
         if len(shards) > 1:
-            index = {
-                "metadata": {"total_size": total},
-                "weight_map": dict(sorted(weight_map.items())),
-            }
-            names.append(_INDEX)
-            with folder.create(_INDEX) as out:
-                out.write((json.dumps(index, indent=2) + "\n").encode())
+            names.append(INDEX)
+            with folder.create(INDEX) as out:
+                out.write(index_bytes(weight_map, total))
     return tuple(names)
 
 
