@@ -12,6 +12,7 @@ from torch import nn
 from loadkit.build import swap
 from loadkit.errors import CoverageError, LoadkitError, ModelError
 from loadkit.execution import Target
+from loadkit.processed_layout import is_processed_layout
 from loadkit.quantization_base import QuantizeMethodBase
 from loadkit.text import printable
 from loadkit.tracing.evaluate import strided
@@ -54,16 +55,25 @@ def place(model: nn.Module, targets: list[Target], memory: dict[int, torch.Tenso
 
 
 def process_weights_after_loading(
-    model: nn.Module, model_config: ModelConfig | None, target_device: torch.device
+    model: nn.Module,
+    model_config: ModelConfig | None,
+    target_device: torch.device,
+    *,
+    processed: bool = False,
 ) -> None:
     """Let each module's quantisation method, then each attention layer, finish its weights.
 
-    Runs once per module, in ``named_modules`` order, on ``target_device``.
+    Runs once per module, in ``named_modules`` order, on ``target_device``; not where the weights
+    came ``processed``, saved in the layout that it makes.
 
     Raises:
         ModelError: a module's post-processing failed; names it, chained to the cause.
     """
-    modules = list(model.named_modules())
+    modules = [
+        (name, module)
+        for name, module in model.named_modules()
+        if not (processed and is_processed_layout(module))
+    ]
     for name, module in modules:
         method = getattr(module, "quant_method", None)
         if isinstance(method, QuantizeMethodBase):

@@ -133,8 +133,12 @@ def _marked(model: nn.Module, written: bool) -> Iterator[None]:
 
 def _finish(job: Job, planned: Planned) -> None:
     model = planned.model
-    if not job.loader.processed:
-        process_weights_after_loading(model, job.config.model_config, torch.device(job.device))
+    process_weights_after_loading(
+        model,
+        job.config.model_config,
+        torch.device(job.device),
+        processed=job.loader.processed,
+    )
     if job.device != "cpu":
         for module in model.modules():
             for name, buffer in module._buffers.items():

@@ -21,9 +21,12 @@ class QuantizeMethodBase(ABC):
         uses_meta_device: the parameters are made on meta and given memory module by module, when
             their turn to be loaded comes: online quantisation, which peaks at the quantised model
             plus one module.
+        layout_version: what a saved state of a layer is after ``process_weights_after_loading``:
+            see ``loadkit.processed_layout``.
     """
 
     uses_meta_device: ClassVar[bool] = False
+    layout_version: ClassVar[int | None] = None
 
     @abstractmethod
     def create_weights(self, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:

@@ -40,6 +40,8 @@ class Attention(nn.Module):
         ModelError: H is no multiple of K, or the window is not positive.
     """
 
+    layout_version = 0  # post-processing changes no weight
+
     def __init__(
         self,
         num_heads: int,
