@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from loadkit.config import ModelConfig as ModelConfig
     from loadkit.config import OptionSpec as OptionSpec
     from loadkit.config import ParallelConfig as ParallelConfig
+    from loadkit.convert import ConvertReport as ConvertReport
+    from loadkit.convert import convert as convert
     from loadkit.errors import ArchitectureError as ArchitectureError
     from loadkit.errors import ArchitectureImportError as ArchitectureImportError
     from loadkit.errors import ChangedError as ChangedError
@@ -101,6 +103,7 @@ __all__ = [
     "CheckpointError",
     "ConfigFileError",
     "ConflictError",
+    "ConvertReport",
     "CoverageError",
     "DeviceError",
     "DistributedError",
@@ -148,6 +151,7 @@ __all__ = [
     "WeightsMapper",
     "WriteError",
     "composed_weight_loader",
+    "convert",
     "default_weight_loader",
     "device_loading_context",
     "finalize_layerwise_processing",
@@ -188,6 +192,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "OptionSpec",
         "ParallelConfig",
     ),
+    "convert": ("ConvertReport", "convert"),
     "errors": (
         "ArchitectureError",
         "ArchitectureImportError",

@@ -1,0 +1,1 @@
+"""Writing checkpoints without a model in memory: what to write, where, and how far it is."""

@@ -1,0 +1,221 @@
+"""What of a source is to be written: its tensors as they are, or as a model's class names them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from loadkit import plugins
+from loadkit.build import build
+from loadkit.conversion.outputs import Output
+from loadkit.errors import UsageError
+from loadkit.origin import Origin, origin_of, remember_load
+from loadkit.plan import Planned, collector_paused, make_plan
+from loadkit.read import read_targets
+from loadkit.readers import choose_reader
+from loadkit.save_config import check_unquantised, config_of, stated_tie
+from loadkit.save_layout import lay_out
+from loadkit.tracing.lazies import as_lazy, view_of
+from loadkit.tracing.lazy_tensor import LazyTensor
+from loadkit.tracing.storage import Value
+
+if TYPE_CHECKING:
+    from loadkit.load_plan import LoadPlan, Problem
+    from loadkit.readers.base import Reader
+    from loadkit.resolve import Job
+    from loadkit.sources.base import File
+    from loadkit.tracing.recorder import Recorder
+
+__all__ = ["Contents", "checkpoint_contents", "model_contents", "planned_load", "raise_problems"]
+
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """Outputs in groups that stay side by side, and what is known beside them.
+
+    Attributes:
+        groups: what there is to write.
+        files: the source's files that it is read from.
+        reader: what reads them.
+        origin: what a model loaded from the source would remember; None without a model.
+        config: the values of config.json, if they are known.
+        plan: of the load, with a model.
+        casts: conversions: from, to, how many tensors.
+        skipped: tensors of the source that are not written, with the reason.
+        ties: tensor -> names that share it and are not written again.
+    """
+
+    groups: list[list[Output]]
+    files: list[File]
+    reader: Reader
+    origin: Origin | None = None
+    config: dict[str, Any] | None = None
+    plan: LoadPlan | None = None
+    casts: dict[tuple[str, str], int] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    ties: dict[str, list[str]] = field(default_factory=dict)
+
+    def outputs(self) -> Iterator[Output]:
+        """Every one, in order."""
+        return (output for group in self.groups for output in group)
+
+
+def reader_for(job: Job, files: Sequence[File]) -> Reader:
+    """What reads for a conversion: into memory of its own, always."""
+    return choose_reader(replace(job.load_config, alias="never"), files, "cpu").reader
+
+
+def checkpoint_contents(job: Job, dtype: torch.dtype | None = None) -> Contents:
+    """Every tensor of a checkpoint under its own name.
+
+    Args:
+        job: of a load without a model (``job_for_module``).
+        dtype: what floats of 16 bits and more become; None: they stay.
+
+    Raises:
+        UsageError: OPAQUE_LOADER, the load format does not say where its tensors are.
+    """
+    groups: list[list[Output]] = []
+    casts: dict[tuple[str, str], int] = {}
+    try:
+        for name, tensor in job.loader.catalogue(job.config.model_config):
+            value = as_lazy(tensor, None).lazy_value()
+            kind = _cast_to(value.dtype, dtype)
+            if kind != value.dtype:
+                _count(casts, value.dtype, kind)
+            groups.append([Output(name, value, kind)])
+    except NotImplementedError as error:
+        raise UsageError(
+            f"load format {job.load_config.load_format!r} has no catalogue of its tensors",
+            code="OPAQUE_LOADER",
+            hint="load it and save the model",
+        ) from error
+    files = [job.source.open(name) for name in job.loader.files]
+    skipped = dict(job.loader.skipped_tensors)
+    return Contents(groups, files, reader_for(job, files), casts=casts, skipped=skipped)
+
+
+def _cast_to(found: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    plain = found.is_floating_point and found.itemsize > 1
+    return wanted if wanted is not None and plain else found
+
+
+def _count(casts: dict[tuple[str, str], int], source: torch.dtype, target: torch.dtype) -> None:
+    key = str(source).removeprefix("torch."), str(target).removeprefix("torch.")
+    casts[key] = casts.get(key, 0) + 1
+
+
+@contextmanager
+def planned_load(job: Job) -> Iterator[Planned]:
+    """The line's second and third step: a model on meta, its program and its plan.
+
+    Raises:
+        LoadkitError: the model cannot be constructed. Problems of the plan are in it.
+    """
+    with collector_paused():
+        built = build(job)
+        planned = make_plan(job, built)
+    try:
+        plugins.call("plan_ready", plan=planned.plan)
+        if planned.plan.ok:
+            remember_load(
+                planned.model,
+                job.config,
+                planned.plan,
+                planned.recorder.yielded,
+                architecture=job.architecture,
+                given=job.loader.whole_tensors if job.loader.by_key else planned.recorder.given,
+                by_key=job.loader.by_key,
+            )
+        yield planned
+    finally:
+        planned.reader.close()
+
+
+def raise_problems(plans: Sequence[LoadPlan]) -> None:
+    """One error for the problems of all ranks, each once.
+
+    Raises:
+        PlanError: there are any.
+    """
+    problems: dict[Problem, None] = {}
+    for plan in plans:
+        problems.update(dict.fromkeys(plan.problems))
+    if plans:
+        replace(plans[0], problems=tuple(problems)).raise_if_bad()
+
+
+def model_contents(job: Job) -> Contents:
+    """Every tensor of a model under its checkpoint name, as ``loadkit.save`` would write it.
+
+    The model is planned at tp 1 and never in memory.
+
+    Raises:
+        PlanError: it could not be loaded; all problems.
+        ModelError, UsageError: it could not be saved: see ``loadkit.save``.
+    """
+    with planned_load(job) as planned:
+        raise_problems([planned.plan])
+        origin = origin_of(planned.model)
+        config = config_of(planned.model, None, origin)
+        check_unquantised(config, origin)
+        recorder = planned.recorder
+        with recorder:
+            layout = lay_out(planned.model, origin, None, tied=stated_tie(config) is not False)
+            groups = [
+                [
+                    _output(
+                        part.name,
+                        part.parameter,
+                        part.tensor if part.make is None else part.make(),
+                        recorder,
+                    )
+                    for part in group
+                ]
+                for group in layout.groups
+            ]
+        files = [job.source.open(name) for name in planned.plan.files]
+        reader = reader_for(job, files)
+        _check_ties(planned, reader)
+        casts: dict[tuple[str, str], int] = {}
+        for change in planned.casts():
+            casts[change] = casts.get(change, 0) + 1
+    return Contents(
+        groups,
+        files,
+        reader,
+        origin,
+        config,
+        planned.plan,
+        casts,
+        {r.tensor: r.reason or "" for r in planned.plan.rows if r.kind == "skipped" and r.tensor},
+        layout.ties,
+    )
+
+
+def _output(name: str, parameter: str, tensor: torch.Tensor, recorder: Recorder) -> Output:
+    """A tensor of a planned model as something to write."""
+    return Output(name, value_of(tensor, recorder), tensor.dtype, parameter)
+
+
+def value_of(tensor: torch.Tensor, recorder: Recorder) -> Value:
+    """What a parameter, a view of one, or something computed from them holds after the load."""
+    if isinstance(tensor, LazyTensor):
+        return tensor.lazy_value()
+    storage = recorder.track(tensor)
+    return Value(storage, len(storage.writes), view_of(tensor), tensor.dtype)
+
+
+def _check_ties(planned: Planned, reader: Reader) -> None:
+    """Compare tensors that the model ties and the checkpoint holds twice.
+
+    Raises:
+        ModelError: TIED_DIFFER.
+    """
+    for target in planned.plan.targets:
+        if target.checks:
+            read_targets([target], reader, device=torch.device("cpu"), alias=False)
