@@ -101,10 +101,17 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class WholeTensor:
-    """A checkpoint tensor before it was sharded: ``dtype`` as the parameters hold it."""
+    """A checkpoint tensor before it was sharded.
+
+    Attributes:
+        dtype: a name of ``DTYPES``: as the parameters hold it.
+        shape: in elements.
+        stored: what the file called it that the model was loaded from; None: the same.
+    """
 
     dtype: str
     shape: tuple[int, ...]
+    stored: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +251,11 @@ class Manifest:
             "loadkit_version": self.loadkit_version,
             "files": {name: _file(entry) for name, entry in self.files.items()},
             "tensors": {
-                name: {"dtype": whole.dtype, "shape": list(whole.shape)}
+                name: {
+                    "dtype": whole.dtype,
+                    "shape": list(whole.shape),
+                    **_given(stored=whole.stored),
+                }
                 for name, whole in self.tensors.items()
             },
             "ranks": [_rank(entry) for entry in self.ranks],

@@ -159,7 +159,10 @@ class _Parser:
         shape = self.numbers(found.get("shape"), f"{where}.shape", MAX_DIMS, MAX_DIM)
         if math.prod(shape) * DTYPES[dtype][0] // 8 > MAX_BYTES:
             self.fail(f"{where}.shape", f"= {list(shape)} is too large")
-        return WholeTensor(dtype, shape)
+        stored = found.get("stored")
+        return WholeTensor(
+            dtype, shape, None if stored is None else self.name(stored, f"{where}.stored")
+        )
 
     def rank(self, value: Any, where: str) -> RankEntry:
         found = self.object(value, where)
