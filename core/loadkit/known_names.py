@@ -54,6 +54,8 @@ KNOWN: dict[str, dict[str, Known]] = {
             "MistralForCausalLM",
             "Qwen2ForCausalLM",
             "Qwen3ForCausalLM",
+            "Qwen3MoeForCausalLM",
+            "MixtralForCausalLM",
             "Gemma3ForCausalLM",
             "BertModel",
         ),

@@ -22,7 +22,9 @@ class CheckpointNames:
     A parameter passes the mapper of every module around it that loads by one, the innermost
     first: those are the modules with a ``hf_to_loadkit_mapper`` that are the outermost or have a
     ``load_weights``. Where a mapper has no stacked rules, the ``packed_modules_mapping`` of the
-    classes on the way says which modules are fused.
+    classes on the way says which modules are fused. A module that loads its tensors by names of its
+    own says them itself: ``checkpoint_names(parameter)`` gives (name, shard id) pairs, relative to
+    the module; None: that parameter goes by its name.
 
     Args:
         model: the outermost module.
@@ -64,8 +66,9 @@ class CheckpointNames:
         The shard id is None where the parameter is one tensor.
         """
         parts = parameter.split(".")
-        shards: list[Any] | None = None
-        found: Named = [(parameter, None)]
+        own = self._own_names(parts)
+        shards: list[Any] | None = None if own is None else [one for _, one in own]
+        found: Named = [(parameter, None)] if own is None else own
         paths = [".".join(parts[:n]) for n in range(len(parts) - 1, -1, -1)]
         for path in paths:
             back = self._back.get(path)
@@ -86,6 +89,17 @@ class CheckpointNames:
         if shards is None and not (self._outer is not None and self._outer.stacks):
             return self._unpacked(found[0][0], parts)
         return found
+
+    def _own_names(self, parts: list[str]) -> Named | None:
+        """What the module of a parameter says that its tensors are called."""
+        module: Any = self._model
+        for component in parts[:-1]:
+            module = module._modules[component]
+        names = getattr(module, "checkpoint_names", None)
+        own = names(parts[-1]) if callable(names) else None
+        if own is None:
+            return None
+        return [(".".join([*parts[:-1], name]), shard_id) for name, shard_id in own]
 
     def _undo(self, path: str, start: int, name: str, shard_id: Any) -> str | None:
         """One mapper's step back on the part of a name that it sees.

@@ -8,6 +8,7 @@ the ranks hold, put together, has to be the checkpoint.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,8 +30,17 @@ from helpers.families import (
 )
 from helpers.four_ranks import FourRanks
 from loadkit.config import ParallelConfig
+from loadkit_layers import FusedMoE
 
-__all__ = ["BORDERS", "SIZES", "TOLERANCE", "DecoderFamilyTests", "checkpoint_of", "same"]
+__all__ = [
+    "BORDERS",
+    "SIZES",
+    "TOLERANCE",
+    "DecoderFamilyTests",
+    "checkpoint_of",
+    "same",
+    "stack_experts",
+]
 
 VOCAB = 99  # no multiple of anything, so that every tp pads
 SIZES: dict[str, Any] = {
@@ -64,7 +74,9 @@ def checkpoint_of(models: list[Any]) -> Tensors:
         parts = [rank[name].data for rank in ranks]
         layer = models[0].get_submodule(name.rpartition(".")[0])
         whole = name.split(".")[-2]
-        if whole in PARTS:
+        if isinstance(layer, FusedMoE):
+            found |= experts_of(models, name)
+        elif whole in PARTS:
             cut = [part.split(layer.output_partition_sizes) for part in parts]
             for index, part_name in enumerate(PARTS[whole]):
                 step = layer.num_kv_head_replicas if part_name in ("k_proj", "v_proj") else 1
@@ -82,6 +94,46 @@ def checkpoint_of(models: list[Any]) -> Tensors:
     return found
 
 
+def experts_of(models: list[Any], name: str) -> Tensors:
+    """What all ranks hold of a parameter of experts, under the checkpoint's names.
+
+    Checks that redundant experts are alike.
+    """
+    prefix, _, leaf = name.rpartition(".")
+    pieces: dict[str, dict[int, torch.Tensor]] = {}
+    for model in models:
+        layer, param = model.get_submodule(prefix), model.get_parameter(name)
+        for slot, expert in enumerate(layer.ranks.placement.experts_of(layer.ranks.ep_rank)):
+            gate, up, down = layer.disk_names
+            halves = zip((gate, up), param.data[slot].chunk(2), strict=True)
+            parts = halves if leaf.startswith("w13") else [(down, param.data[slot])]
+            for part_name, part in parts:
+                of_ranks = pieces.setdefault(f"{prefix}.{expert}.{part_name}.weight", {})
+                known = of_ranks.setdefault(layer.ranks.tp_rank, part)
+                assert torch.equal(known, part), f"{name}: expert {expert} differs"
+    dim = 0 if leaf.startswith("w13") else 1
+    return {
+        key: torch.cat([value for _, value in sorted(of_ranks.items())], dim=dim)
+        for key, of_ranks in pieces.items()
+    }
+
+
+def stack_experts(weights: Tensors) -> Tensors:
+    """The same weights with each layer's experts in two tensors, as transformers 5 has them."""
+    out = dict(weights)
+    for gate, up, down in (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")):
+        for first in [n for n in weights if n.endswith(f".experts.0.{gate}.weight")]:
+            prefix = first.removesuffix(f".0.{gate}.weight")
+            count = sum(n.startswith(f"{prefix}.") for n in weights) // 3
+            parts = {
+                part: torch.stack([out.pop(f"{prefix}.{e}.{part}.weight") for e in range(count)])
+                for part in (gate, up, down)
+            }
+            out[f"{prefix}.gate_up_proj"] = torch.cat([parts[gate], parts[up]], dim=1)
+            out[f"{prefix}.down_proj"] = parts[down]
+    return out
+
+
 class DecoderFamilyTests:
     """Subclass it as ``Test...``.
 
@@ -92,6 +144,8 @@ class DecoderFamilyTests:
         variants: name to what its config has beside them.
         norm_centre: about what stored norm weights are.
         joined: the variants whose ranks are put together.
+        forms: ways the same weights are stored.
+        layouts: more ways to lay the model over four ranks, as ``Case.layouts``.
     """
 
     model: ClassVar[str]
@@ -100,6 +154,8 @@ class DecoderFamilyTests:
     variants: ClassVar[dict[str, dict[str, Any]]]
     norm_centre: ClassVar[float] = 1.0
     joined: ClassVar[tuple[str, ...]]
+    forms: ClassVar[dict[str, Callable[[Tensors], Tensors]]] = {"unfused": dict, "fused": fused}
+    layouts: ClassVar[dict[str, dict[str, Any]]] = {}
 
     @classmethod
     def reference(cls, variant: str) -> Any:
@@ -147,15 +203,25 @@ class DecoderFamilyTests:
             hidden=torch.cat(hidden),
             logits=torch.cat(logits),
             decode=not config.get("use_bidirectional_attention"),
+            layouts=cls.layouts,
         )
+
+    @staticmethod
+    def model_names(weights: Tensors) -> Tensors:
+        """A checkpoint's tensors under the model's names, fused ones apart."""
+        return weights
 
     @pytest.fixture(scope="class")
     @classmethod
     def cases(cls) -> dict[str, Case]:
         made = {}
         for variant in cls.variants:
-            case = made[f"{variant}-unfused"] = cls.case(variant)
-            made[f"{variant}-fused"] = Case(**{**vars(case), "weights": fused(case.weights)})
+            case = cls.case(variant)
+            for form, stored_as in cls.forms.items():
+                weights = stored_as(case.weights)
+                layouts = cls.layouts if form == "unfused" else {}
+                changed = {"weights": weights, "layouts": layouts}
+                made[f"{variant}-{form}"] = Case(**{**vars(case), **changed})
         return made
 
     @pytest.fixture(scope="class")
@@ -171,8 +237,8 @@ class DecoderFamilyTests:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         causal = [v for v, c in self.variants.items() if not c.get("use_bidirectional_attention")]
         for argument, variants, forms in (
-            ("case_name", self.variants, ("unfused", "fused")),
-            ("joined_name", self.joined, ("unfused", "fused")),
+            ("case_name", self.variants, self.forms),
+            ("joined_name", self.joined, self.forms),
             ("causal_name", causal, ("unfused",)),
         ):
             if argument in metafunc.fixturenames:
@@ -198,6 +264,16 @@ class DecoderFamilyTests:
             same(got["logits"], case.logits)
             if case.decode:
                 same(got["decoded"], case.hidden[: case.borders[1]])
+
+    def test_other_layouts_of_real_ranks_equal_transformers(
+        self, cases: dict[str, Case], ranks: dict[str, list[Tensors]]
+    ) -> None:
+        for case_name, case in cases.items():
+            for layout in case.layouts:
+                for got in ranks[f"{case_name}/{layout}"]:
+                    same(got["hidden"], case.hidden)
+                    assert case.logits is not None
+                    same(got["logits"], case.logits)
 
     @pytest.mark.parametrize("prompt", [1, 7])
     def test_token_by_token_with_caches_equals_all_at_once(
@@ -227,7 +303,8 @@ class DecoderFamilyTests:
             result = loadkit.load(tmp_path, parallel=parallel, dtype="float32")
             assert type(result.model).__name__ == architecture
             models.append(result.model)
-        expected = cases[joined_name.replace("-fused", "-unfused")].weights
+        variant = joined_name.rpartition("-")[0]
+        expected = self.model_names(cases[f"{variant}-unfused"].weights)
         found = checkpoint_of(models)
         assert found.keys() == expected.keys()
         for name, value in expected.items():

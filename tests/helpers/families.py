@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from loadkit.config import LoadkitConfig, ModelConfig, ParallelConfig
+from loadkit.expert_placement import ExpertPlacement
 from loadkit_layers.attention import Attention
 from loadkit_layers.kv_cache import KVCache
 
@@ -27,6 +28,7 @@ __all__ = [
     "decode",
     "fill_with_nan",
     "fused",
+    "layouts_of",
     "load",
     "positions_of",
     "run",
@@ -40,7 +42,8 @@ Tensors = dict[str, torch.Tensor]
 class Case:
     """``ids [T]`` and ``borders [B + 1]`` go in, ``hidden [T, D]`` (and ``logits``) come out.
 
-    With ``decode`` the first sequence is also computed token by token, with caches.
+    With ``decode`` the first sequence is also computed token by token, with caches. ``layouts``
+    are more ways to lay the model over four ranks: name to what ``ParallelConfig.for_rank`` takes.
     """
 
     model: str  # "module:Class"
@@ -53,6 +56,7 @@ class Case:
     first_position: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
     decode: bool = False
+    layouts: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
         """Write what a rank process needs."""
@@ -66,6 +70,7 @@ class Case:
             "first_position": self.first_position,
             "logits": self.logits is not None,
             "decode": self.decode,
+            "layouts": self.layouts,
         }
         (folder / "case.json").write_text(json.dumps(rest))
 
@@ -146,6 +151,18 @@ def decode(model: Any, ids: torch.Tensor, prompt: int = 1) -> torch.Tensor:
     for attention in attentions:
         attention.kv_cache = None
     return torch.cat(parts)
+
+
+def layouts_of(folder: Path, rank: int) -> dict[str, ParallelConfig]:
+    """A rank's place in each of a saved case's own layouts."""
+    case = json.loads((folder / "case.json").read_text())
+    found = {}
+    for name, sizes in case["layouts"].items():
+        placement = sizes.get("expert_placement")
+        if placement is not None:
+            sizes = {**sizes, "expert_placement": ExpertPlacement.from_dict(placement)}
+        found[name] = ParallelConfig.for_rank(rank, **sizes)
+    return found
 
 
 def run_case(folder: Path, parallel: ParallelConfig) -> Tensors:

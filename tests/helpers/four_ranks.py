@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import multiprocessing
 
-from helpers.families import Case, Tensors, run_case
+from helpers.families import Case, Tensors, layouts_of, run_case
 from loadkit.config import ParallelConfig
 from loadkit_layers.communication import init_parallel_groups
 
@@ -29,10 +29,10 @@ class FourRanks:
         self._pipes: list[Connection] = []
 
     def run(self, cases: dict[str, Case], folder: Path) -> dict[str, list[Tensors]]:
-        """Each case at tp 2 (twice, side by side) and tp 4.
+        """Each case at tp 2 (twice, side by side) and tp 4, then in its own layouts.
 
         Returns:
-            ``"{case}/tp{n}"`` to each rank's outputs.
+            ``"{case}/tp{n}"`` and ``"{case}/{layout}"`` to each rank's outputs.
 
         Raises:
             RuntimeError: a rank failed; says how. All of them are ended.
@@ -117,7 +117,8 @@ def _run_all(folder: Path, rank: int, parallels: list[ParallelConfig]) -> None:
     """Every case of a folder in every way; the outputs are written beside them."""
     out: Tensors = {}
     for place in sorted(path for path in folder.iterdir() if path.is_dir()):
-        for parallel in parallels:
+        layouts = {f"tp{parallel.tp_size}": parallel for parallel in parallels}
+        for name, parallel in {**layouts, **layouts_of(place, rank)}.items():
             for key, value in run_case(place, parallel).items():
-                out[f"{place.name}/tp{parallel.tp_size}/{key}"] = value.clone()
+                out[f"{place.name}/{name}/{key}"] = value.clone()
     save_file(out, folder / f"rank{rank}.st")

@@ -13,6 +13,7 @@ import torch
 from loadkit.auto_weights_loader import AutoWeightsLoader
 from loadkit.config import ParallelConfig
 from loadkit.errors import ModelError, UsageError, WeightLoadError
+from loadkit.plan_targets import is_repacked
 from loadkit.quantization import FusedMoEMethodBase, QuantizationConfig
 from loadkit.sharded_name import ShardedName
 from loadkit.text import printable
@@ -259,8 +260,11 @@ class FusedMoE(torch.nn.Module):
         ]
 
     def checkpoint_part(self, name: str, shard_id: ExpertShard | None) -> torch.Tensor | None:
-        """The checkpoint tensor that is a part of parameter ``name``: a view."""
-        param = self._parameters.get(name)
+        """The checkpoint tensor that is a part of parameter ``name``: a view.
+
+        None where the layer's method changed the weights after loading: then it has to say.
+        """
+        param = None if is_repacked(self) else self._parameters.get(name)
         if not isinstance(shard_id, ExpertShard) or not isinstance(param, ExpertParameter):
             return None
         part, expert = shard_id

@@ -83,7 +83,7 @@ class CausalLM(nn.Module, TextGenerationModel, SupportsQuant, SupportsPP):
             config.parallel_config,
             heads=sizes.heads,
             kv_heads=sizes.kv_heads,
-            widths=[sizes.ffn],
+            widths=spec.widths,
             prefix=prefix,
         )
         own = config.model_config.tie_word_embeddings

@@ -26,6 +26,7 @@ from loadkit_layers.rotary_embedding import RotaryEmbedding
 from loadkit_layers.sequences import CuSeqlens
 from loadkit_layers.vocab_parallel_embedding import VocabParallelEmbedding
 from loadkit_models.building import join, layer_options
+from loadkit_models.mixture import Mixture, MixtureSpec
 from loadkit_models.sizes import DecoderSizes
 
 __all__ = [
@@ -53,6 +54,7 @@ class LayerSpec:
         o_bias: the attention's output projection has one.
         mlp_bias: gate, up and down have biases.
         act: the feed-forward's activation, as config.json names it.
+        mixture: the feed-forward is a mixture of experts; None: it is one.
     """
 
     rope: Callable[[], RotaryEmbedding]
@@ -65,6 +67,7 @@ class LayerSpec:
     o_bias: bool = False
     mlp_bias: bool = False
     act: str = "silu"
+    mixture: MixtureSpec | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +89,11 @@ class DecoderSpec:
     layer_class: type[DecoderLayer] | None = None
     embed_scale: float = 1.0
     logit_soft_cap: float | None = None
+
+    @property
+    def widths(self) -> list[int]:
+        """Sizes beside heads that every tp rank cuts. A mixture's are checked by its layer."""
+        return [self.sizes.ffn] if any(layer.mixture is None for layer in self.layers) else []
 
 
 class DecoderMLP(nn.Module):
@@ -173,6 +181,15 @@ class DecoderAttention(nn.Module):
         return heads.flatten(-2)
 
 
+def feed_forward(
+    sizes: DecoderSizes, layer: LayerSpec, *, config: LoadkitConfig, prefix: str
+) -> nn.Module:
+    """A layer's feed-forward part, one or a mixture of experts."""
+    if layer.mixture is None:
+        return DecoderMLP(sizes, layer, config=config, prefix=prefix)
+    return Mixture(sizes.hidden, layer.mixture, layer.act, config=config, prefix=prefix)
+
+
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each on the normed stream and added to it."""
 
@@ -183,7 +200,7 @@ class DecoderLayer(nn.Module):
         self.self_attn = DecoderAttention(
             spec, layer, config=config, prefix=join(prefix, "self_attn")
         )
-        self.mlp = DecoderMLP(spec.sizes, layer, config=config, prefix=join(prefix, "mlp"))
+        self.mlp = feed_forward(spec.sizes, layer, config=config, prefix=join(prefix, "mlp"))
         self.input_layernorm = spec.norm(spec.sizes.hidden)
         self.post_attention_layernorm = spec.norm(spec.sizes.hidden)
 

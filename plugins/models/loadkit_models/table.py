@@ -14,6 +14,8 @@ MODELS: dict[str, tuple[str, str]] = {
     "MistralForCausalLM": ("text_generation", "loadkit_models.llama:MistralForCausalLM"),
     "Qwen2ForCausalLM": ("text_generation", "loadkit_models.qwen2:Qwen2ForCausalLM"),
     "Qwen3ForCausalLM": ("text_generation", "loadkit_models.qwen3:Qwen3ForCausalLM"),
+    "Qwen3MoeForCausalLM": ("text_generation", "loadkit_models.qwen3_moe:Qwen3MoeForCausalLM"),
+    "MixtralForCausalLM": ("text_generation", "loadkit_models.mixtral:MixtralForCausalLM"),
     "Gemma3ForCausalLM": ("text_generation", "loadkit_models.gemma3:Gemma3ForCausalLM"),
     "BertModel": ("embedding", "loadkit_models.bert:BertModel"),
 }
