@@ -14,6 +14,7 @@ from torch import nn
 
 from loadkit.errors import ModelError
 from loadkit.interfaces import supports_pp
+from loadkit.local_memory import with_memory
 from loadkit.origin import Origin, remember
 from loadkit.tracing.recorder import Recorder, active_recorder
 
@@ -174,8 +175,7 @@ def to_meta(param: torch.Tensor) -> None:
 
 def swap(param: torch.Tensor, data: torch.Tensor) -> None:
     """Put other data behind a parameter: same object, same type, same attributes."""
-    twin = torch.Tensor._make_subclass(type(param), data, param.requires_grad)
-    twin.__dict__.update(param.__dict__)
+    twin = with_memory(param, data)
     try:
         torch.utils.swap_tensors(param, twin)
     except RuntimeError as error:

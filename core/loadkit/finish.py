@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from loadkit.build import swap
 from loadkit.errors import CoverageError, LoadkitError, ModelError
@@ -27,6 +28,7 @@ __all__ = [
     "finalize_layerwise_processing",
     "place",
     "process_weights_after_loading",
+    "tell_loaded",
 ]
 
 
@@ -118,6 +120,22 @@ def device_loading_context(module: nn.Module, target_device: torch.device) -> It
         for name, param in module.named_parameters(recurse=False):
             if name in homes:
                 param.data = param.data.to(homes[name])
+
+
+def tell_loaded(model: nn.Module) -> None:
+    """Call what parts of a module registered for the end of ``load_state_dict``.
+
+    A module may keep more than its parameters: ``fully_shard`` has flat views of their memory, and
+    renews them here.
+
+    Raises:
+        ModelError: a hook failed; names the module.
+    """
+    nothing = _IncompatibleKeys([], [])
+    for name, module in model.named_modules():
+        for hook in list(module._load_state_dict_post_hooks.values()):
+            with _named(name, module):
+                hook(module, nothing)
 
 
 def finalize_layerwise_processing(model: nn.Module, model_config: ModelConfig | None) -> None:

@@ -14,8 +14,9 @@ from torch import nn
 from loadkit import plugins
 from loadkit.build import build
 from loadkit.errors import LoadkitError, ModelError
-from loadkit.finish import check_ready, place, process_weights_after_loading
+from loadkit.finish import check_ready, place, process_weights_after_loading, tell_loaded
 from loadkit.load_plan import LoadPlan
+from loadkit.local_memory import reshard
 from loadkit.origin import origin_of, remember, remember_load
 from loadkit.plan import Planned, collector_paused, make_plan, plan_without_model
 from loadkit.progress import Progress
@@ -102,6 +103,10 @@ def _read(job: Job, planned: Planned) -> ReadResult:
                 alias=alias,
                 landed=progress.landed,
             )
+            done.bytes_read += planned.reader.end(progress.landed)
+    except ModelError:
+        planned.reader.end()  # wrong numbers from a damaged file: then that is the error
+        raise
     finally:
         planned.reader.close()
     done.bytes_read += sum(planned.recorder.opaque_bytes.values())
@@ -145,7 +150,10 @@ def _finish(job: Job, planned: Planned) -> None:
                 if buffer is not None and buffer.device.type == "cpu":
                     module._buffers[name] = buffer.to(job.device)
     check_ready(model)
+    for file in job.source.opened():
+        file.check_unchanged()
     model.__dict__.pop(_UNUSABLE, None)
+    tell_loaded(model)
     if job.module is None:
         model.eval()
 
@@ -159,6 +167,7 @@ def _report(
         casts[change] = casts.get(change, 0) + 1
     warnings = [note.message for note in plan.notes]
     warnings += [f"{name}: some numbers became infinite in {plan.dtype}" for name in done.overflows]
+    warnings += planned.reader.remarks
     return LoadReport(
         source=plan.source,
         architecture=plan.architecture,
@@ -176,6 +185,7 @@ def _report(
         casts=[{"from": a, "to": b, "tensors": n} for (a, b), n in casts.items()],
         skipped={r.tensor: r.reason or "" for r in plan.rows if r.kind == "skipped" and r.tensor},
         initialised=dict(planned.initialised),
+        verified=planned.reader.verified(),
         warnings=warnings,
     )
 
@@ -268,6 +278,7 @@ def load_into(
     """
     from loadkit.module_loader import ModuleLoader
 
+    reshard(module)
     job = job_for_module(
         module,
         source,

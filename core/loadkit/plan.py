@@ -17,9 +17,12 @@ from torch import nn
 from loadkit.base_loader import BaseModelLoader
 from loadkit.build import Built, build
 from loadkit.errors import LoadkitError, ModelError, TraceError
+from loadkit.integrity import Verification
 from loadkit.load_plan import LoadPlan, Problem
+from loadkit.load_strategy import reader_for
+from loadkit.local_memory import local_of
 from loadkit.plan_targets import TargetFinder
-from loadkit.readers import can_alias, choose_reader
+from loadkit.readers import can_alias
 from loadkit.readers.base import Reader
 from loadkit.readers.mmap import MmapReader
 from loadkit.text import printable
@@ -163,7 +166,8 @@ def _trace(job: Job, built: Built) -> None:
     with recorder, _observed_model(built.model, recorder):
         recorder.begin_load()
         if job.module is not None:
-            recorder.track_live((*built.model.parameters(), *built.model.buffers()))
+            parts = (*built.model.parameters(), *built.model.buffers())
+            recorder.track_live(local_of(part) for part in parts)
         with torch.no_grad(), warnings.catch_warnings():
             # load_state_dict says that copies to meta do nothing; here they are recorded
             warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
@@ -263,8 +267,12 @@ def _assemble(
     finder = TargetFinder(job, built, problems, opaque, sweep)
     finder.find()
     files = finder.files()
-    choice = choose_reader(job.load_config, files, job.device)
-    costs = finder.costs(choice.reader)
+    choice = reader_for(job.load_config, files, job.device)
+    check = Verification(job.loader, job.load_config, job.config.model_config, files)
+    seen = {read.tensor for read in built.recorder.data_reads} | opaque
+    reader = check.around(choice.reader, also=seen)
+    reader.remarks += check.warnings
+    costs = finder.costs(reader)
     plan = LoadPlan(
         source=job.source_name,
         architecture=job.architecture,
@@ -273,7 +281,7 @@ def _assemble(
         load_format=job.load_config.load_format,
         load_format_why=job.load_format_why,
         dtype=job.config.model_config.dtype_name,
-        reader=choice.reader.name,
+        reader=reader.name,
         reader_why=choice.why,
         parallel=job.config.parallel_config,
         problems=tuple(finder.problems),
@@ -290,7 +298,7 @@ def _assemble(
         requests=costs.requests,
         targets=tuple(finder.targets),
     )
-    return Planned(built.model, built.recorder, plan, choice.reader, finder.initialised)
+    return Planned(built.model, built.recorder, plan, reader, finder.initialised)
 
 
 def plan_without_model(job: Job, error: ModelError) -> LoadPlan:

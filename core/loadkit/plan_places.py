@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from loadkit.local_memory import local_of
 from loadkit.tracing.lazies import view_of
 from loadkit.tracing.lazy_tensor import LazyTensor
 from loadkit.tracing.leaks import Held
@@ -19,7 +20,7 @@ __all__ = ["Place", "places"]
 
 
 class Place(NamedTuple):
-    """A tensor under all of its names, and the module that has it first."""
+    """A tensor (of a DTensor, its local part) under all of its names, and the first's module."""
 
     names: tuple[str, ...]
     tensor: torch.Tensor
@@ -39,8 +40,8 @@ def places(model: nn.Module, recorder: Recorder, sweep: Iterable[Held]) -> Itera
             if buffer is None or isinstance(buffer, LazyTensor) or id(buffer) in seen:
                 continue
             seen.add(id(buffer))
-            if recorder.is_changed(buffer):
-                yield Place((_dotted(prefix, name),), buffer, False, module)
+            if recorder.is_changed(memory := local_of(buffer)):
+                yield Place((_dotted(prefix, name),), memory, False, module)
     yield from _held_elsewhere(model, recorder, sweep)
 
 
@@ -54,6 +55,7 @@ def _parameters(model: nn.Module) -> Iterator[Place]:
             if is_lazy(param):
                 key: tuple[int, View | None] = (id(param), None)
             else:
+                param = local_of(param)
                 key = (param.untyped_storage()._cdata, view_of(param))
             names.setdefault(key, []).append(_dotted(prefix, name))
             first.setdefault(key, (param, module))
@@ -64,7 +66,7 @@ def _parameters(model: nn.Module) -> Iterator[Place]:
 def _held_elsewhere(model: nn.Module, recorder: Recorder, sweep: Iterable[Held]) -> Iterator[Place]:
     """Real tensors beside parameters and buffers that were written to: attributes, mostly."""
     parts = {
-        t.untyped_storage()._cdata
+        local_of(t).untyped_storage()._cdata
         for t in (*model.parameters(), *model.buffers())
         if not isinstance(t, LazyTensor) and not is_lazy(t)
     }

@@ -14,6 +14,7 @@ from loadkit.auto_choices import device_of, format_of, with_dtype
 from loadkit.base_loader import BaseModelLoader
 from loadkit.config import LoadConfig, LoadkitConfig, ModelConfig, ParallelConfig
 from loadkit.errors import OptionError
+from loadkit.local_memory import mesh_device
 from loadkit.quantization import configure_quant_config
 from loadkit.sources import Source, open_source
 from loadkit.unused_options import refuse_unused
@@ -170,7 +171,7 @@ def job_for_module(
         f"{cls.__module__}:{cls.__qualname__}",
         cls.__name__,
         "",
-        "cpu",
+        mesh_device(module) or "cpu",
         strict,
         module=module,
     )

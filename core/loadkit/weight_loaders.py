@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from loadkit.errors import WeightLoadError
+from loadkit.local_memory import local_regions
 from loadkit.tracing.regions import copies_regions, copy_region
 
 __all__ = [
@@ -31,6 +32,8 @@ WeightLoader = Callable[..., None]
 def default_weight_loader(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
     """Copy a tensor into a parameter of the same shape; the dtype is cast.
 
+    Of a DTensor, whose shape is that of all ranks together, this rank's part is copied.
+
     Tensors of one element fit each other whatever their number of dims. Nothing is broadcast.
 
     Raises:
@@ -42,7 +45,8 @@ def default_weight_loader(param: torch.Tensor, loaded_weight: torch.Tensor) -> N
         loaded_weight = loaded_weight.reshape(param.shape)
     elif param.shape != loaded_weight.shape:
         raise _misfit(param, loaded_weight, list(param.shape))
-    copy_region(param, loaded_weight)
+    for memory, cuts in local_regions(param):
+        copy_region(memory, loaded_weight, cuts)
 
 
 def row_parallel_weight_loader(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from loadkit.errors import TraceError
+from loadkit.local_memory import local_of
 from loadkit.tracing.lazy_tensor import LazyTensor, leaf_names
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ __all__ = ["Held", "adopt", "held_tensors", "leaked_names", "settle", "stale"]
 _DEPTH = 4
 _OWN = ("lazy_storage", "_is_param")
 _PLAIN = (int, float, str, bytes, bool, type(None), type, torch.dtype, torch.device)
-_REGISTRIES = ("_parameters", "_buffers", "_modules")
+# What a module's hooks for the end of a load keep is renewed by them: they are called.
+_REGISTRIES = ("_parameters", "_buffers", "_modules", "_load_state_dict_post_hooks")
 _SKIPPED = frozenset(_PLAIN)
 _CONTAINERS = frozenset((dict, OrderedDict, list, tuple, set, frozenset))
 
@@ -59,7 +61,7 @@ def held_tensors(model: nn.Module) -> Iterator[Held]:
             for name, tensor in list(registry.items()):
                 if tensor is not None and not is_lazy(tensor):
                     where = f"{prefix}.{name}" if prefix else name
-                    yield Held(where, tensor, _item(registry, name), True)
+                    yield Held(where, local_of(tensor), _item(registry, name), True)
                     if _full(tensor.__dict__):
                         yield from _inside(tensor.__dict__, where, 2, seen)
         for name, value in _full(module.__dict__):
