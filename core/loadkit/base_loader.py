@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from loadkit.config import LoadConfig, LoadkitConfig, ModelConfig
+    from loadkit.multithread import Multithread
     from loadkit.parallel_config import ParallelConfig
     from loadkit.quantization_base import QuantizationConfig
     from loadkit.sources.base import Source
@@ -42,6 +43,7 @@ class BaseModelLoader(ABC):
         parallel: which rank is loaded.
         config, model_class: what is being loaded, known before ``load_weights``; the class
             before ``get_quant_config`` already.
+        multithread: how ``iter_weights`` reads ahead with threads; None: it does not.
         files: names of the weight files it reads.
         skipped_files: files that were not used, with the reason.
         skipped_tensors: tensors of the files that are not offered to the model, with the reason.
@@ -68,6 +70,7 @@ class BaseModelLoader(ABC):
         self.extra_config = validate_extra_config(
             self.options, load_config.model_loader_extra_config, load_config.load_format
         )
+        self.multithread: Multithread | None = None
         self.files: list[str] = []
         self.skipped_files: dict[str, str] = {}
         self.skipped_tensors: dict[str, str] = {}

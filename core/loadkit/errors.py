@@ -13,6 +13,7 @@ LoadkitError
 │   ├── ConfigFileError        E_CONFIG      config.json
 │   ├── PathError              E_PATH        a link, a device, a path out of the folder
 │   ├── ManifestError          E_MANIFEST    loadkit_manifest.json
+│   ├── IntegrityError         E_DIGEST E_SIZE   a file does not hold what somebody says it does
 │   ├── ShardedError           E_SHARDED     rank files: missing, of another world, not one whole
 │   └── NoWeightsError         E_NO_WEIGHTS  nothing there that any load format reads
 ├── ModelError                 exit 1   the model and the checkpoint do not fit
@@ -24,7 +25,8 @@ LoadkitError
 │   └── CoverageError          E_COVERAGE    an element written never, or twice
 ├── PluginError                exit 1   E_PLUGIN  a plugin failed; names distribution and version
 ├── ResourceError              exit 1   E_MEMORY
-├── DistributedError           exit 1   E_RANK    another rank failed, or the ranks disagree
+├── DistributedError           exit 1   E_RANK E_RANK_MISMATCH   another rank failed, or the ranks
+│                                       disagree
 └── ReadFailure                exit 3   the machine or the network is at fault
     ├── ReadError              E_IO          carries .errno
     ├── WriteError             E_IO          carries .errno; what was there before is still there
@@ -49,6 +51,7 @@ __all__ = [
     "DistributedError",
     "FormatError",
     "IndexFileError",
+    "IntegrityError",
     "LoadkitError",
     "ManifestError",
     "ModelError",
@@ -82,10 +85,12 @@ class LoadkitError(Exception):
         parameter: the model parameter's dotted name.
         detail: anything more a program may want (a plain JSON-able value).
         hint: what to do about it.
+        rank: which of several ranks that load together it happened on; the message names it.
     """
 
     code: str = "E_LOADKIT"
     exit_code: int = 1
+    rank: int | None = None
 
     def __init__(
         self,
@@ -198,6 +203,15 @@ class ManifestError(CheckpointError):
     """loadkit_manifest.json cannot be used."""
 
     code = "E_MANIFEST"
+
+
+class IntegrityError(CheckpointError):
+    """A file does not hold what its manifest, its hub or an earlier load says it does.
+
+    ``detail`` has the range of bytes (``extent``), the tensors in it, and both digests.
+    """
+
+    code = "E_DIGEST"
 
 
 class ShardedError(CheckpointError):

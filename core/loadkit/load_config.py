@@ -56,11 +56,30 @@ class LoadConfig:
     verify: str = option(
         str, "size", "what is compared while reading", choices=("off", "size", "digest")
     )
+    digest_store: str = option(
+        str,
+        "cache",
+        "where a first load keeps digests for later ones",
+        choices=("cache", "checkpoint", "none"),
+    )
     distribute: str | None = option(
         str, None, "how ranks share what they read", choices=("broadcast",)
     )
     stream: bool = option(bool, False, "read remote ranges without a local copy")
     num_threads: int = option(int, 0, "threads that read; 0 decides", low=0, high=1024)
+    local_ranks: int = option(
+        int,
+        0,
+        "ranks of this machine that load at once; 0: what the launcher says",
+        low=0,
+        high=4096,
+    )
+    staging_slots: int = option(
+        int, 16, "pinned buffers between the files and an accelerator", low=2, high=256
+    )
+    staging_slot_bytes: int = option(
+        int, 8 << 20, "bytes of such a buffer", low=64 << 10, high=1 << 30
+    )
     revision: str | None = option(str, None, "branch, tag or commit of a hub repository")
     subfolder: str | None = option(str, None, "folder of the source that holds the checkpoint")
     cache_dir: str | None = option(Path, None, "folder of the hub's cache")

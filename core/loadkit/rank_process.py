@@ -43,6 +43,7 @@ class RankProcess:
         threads = str(task.threads)
         environment = {"GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}
         environment |= os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+        environment["LOCAL_WORLD_SIZE"] = str(task.parallel.world_size)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", BOOT, str(theirs.fileno()), *sys.path],

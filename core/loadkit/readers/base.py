@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -59,14 +59,17 @@ class Reader(ABC):
         streaming: set by who goes forward through files in many small calls and has no plan of
             them (``iter_weights``). A reader may then keep bytes between calls, and what
             ``survey`` says need not hold.
+        remarks: sentences for the report's warnings.
     """
 
     name: ClassVar[str]
     aliases: ClassVar[bool] = False  # whether ``view`` works
+    concurrent: ClassVar[bool] = False  # whether several threads may call ``read`` at once
     streaming: bool = False
 
     def __init__(self, load_config: LoadConfig) -> None:
         self.load_config = load_config
+        self.remarks: list[str] = []
 
     @abstractmethod
     def survey(self, places: Iterable[Place]) -> Survey:
@@ -96,6 +99,17 @@ class Reader(ABC):
         """A uint8 view [nbytes] of a private mapping, for readers with ``aliases``."""
         raise NotImplementedError(f"reader {self.name!r} cannot alias")
 
+    def maps(self, place: Place) -> bool:
+        """Whether work may be done on a view of such a place instead of on a copy of it."""
+        return self.aliases
+
+    def bring(self, place: Place) -> None:  # noqa: B027
+        """Have a place in memory before a view of it is worked on, where ``maps`` says so.
+
+        Raises:
+            LoadkitError: as ``read``.
+        """
+
     def expect_view(self, file: File, offset: int, nbytes: int) -> None:  # noqa: B027
         """Told while a plan is counted: ``view`` will be called so."""
 
@@ -112,6 +126,10 @@ class Reader(ABC):
             LoadkitError: what was read cannot be used.
         """
         return 0
+
+    def verified(self) -> dict[str, Any]:
+        """What was compared with digests, for the report; empty where nothing was."""
+        return {}
 
     @abstractmethod
     def close(self) -> None:

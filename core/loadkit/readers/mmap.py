@@ -1,6 +1,10 @@
 """The reader that maps files: parameters become views, and strided rows are copied from the map.
 
-Runs are read as ``pread`` reads them: as fast as a copy from the map, and safe. A mapping is
+Runs are read as ``pread`` reads them: as fast as a copy from the map, and safe. So are rows that lie
+further apart than ``NEAR`` (a page fault would read what is between them), and everything that is
+no view on a file system that is not local: a fault inside a copy may block there for good. Views of
+cold files are asked for in advance, byte for byte: faults would read megabytes around them, which
+belong to other ranks (eighths of 8 MiB tensors: 64 MiB from the disk in place of 511). A mapping is
 private (writes to a view never reach the file) and is unmapped when the reader and the last view
 have let go of it, never earlier. Before rows are copied their pages are populated: a page that
 cannot be had is then an error code and not a SIGBUS. A file that is cut in the moment between
@@ -17,17 +21,20 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from loadkit.available_memory import available_memory
 from loadkit.errors import ChangedError, ReadError, TruncatedError
 from loadkit.readers import runs
 from loadkit.readers.base import Extent, Place, Reader, Survey
 from loadkit.readers.extents import check_extent, copy_rows
-from loadkit.readers.runs import PIECE
-from loadkit.readers.threads import Task, default_threads, run_tasks
+from loadkit.readers.file_states import FileStates, announce, will_need
+from loadkit.readers.rows import RowReads
+from loadkit.readers.runs import PIECE, what_to_do
+from loadkit.readers.threads import Task, run_tasks, threads_for
 from loadkit.text import printable
 
 if TYPE_CHECKING:
@@ -36,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MmapReader"]
 
-NEAR = 128 << 10  # rows whose gap is at most this are populated together: as read-ahead does
+NEAR = 128 << 10  # rows whose gap is at most this are populated together and copied
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
 
 
@@ -48,15 +55,30 @@ class MmapReader(Reader):
 
     name: ClassVar[str] = "mmap"
     aliases: ClassVar[bool] = True
+    concurrent: ClassVar[bool] = True
 
-    def __init__(self, load_config: LoadConfig) -> None:
+    def __init__(self, load_config: LoadConfig, states: FileStates | None = None) -> None:
         super().__init__(load_config)
-        self._threads = default_threads(load_config.num_threads, most=2)
+        self._threads = threads_for(load_config, most=2)
+        self._states = states or FileStates()
+        self._rows = RowReads(self._states)
+        self._expected = 0  # bytes of views that are to come
         self._maps: dict[int, _Map] = {}
         self._lock = threading.Lock()
 
     def survey(self, places: Iterable[Place]) -> Survey:
-        return runs.survey(places, _survey_rows)
+        return runs.survey(places, self._survey_rows)
+
+    def maps(self, place: Place | Extent) -> bool:
+        near = place.rows == 1 or place.file_stride - place.row_bytes <= NEAR
+        return near and self._states.is_local(place.file)
+
+    def bring(self, place: Place) -> None:
+        if place.rows and place.row_bytes:
+            self._map(place.file).populate(place.offset, _end(place) - place.offset, place)
+
+    def expect_view(self, file: File, offset: int, nbytes: int) -> None:
+        self._expected += nbytes
 
     def view(self, file: File, offset: int, nbytes: int) -> torch.Tensor:
         """A uint8 view [nbytes] of the file's private mapping, with a storage of its own.
@@ -75,7 +97,17 @@ class MmapReader(Reader):
         mapped.check(offset + nbytes, None)
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
+        if self._states.is_cold(file) and self._have_room(nbytes):
+            will_need(file, offset, nbytes)
         return torch.frombuffer(mapped.memory[offset : offset + nbytes], dtype=torch.uint8)
+
+    @cached_property
+    def _room(self) -> int | None:
+        return available_memory()
+
+    def _have_room(self, nbytes: int) -> bool:
+        """Whether what is viewed fits into memory beside what is there."""
+        return self._room is None or max(self._expected, nbytes) <= self._room
 
     def read(self, extents: Sequence[Extent], landed: Callable[[int], None] | None = None) -> int:
         """Fill every destination; ``landed`` gets counts that sum up to the result.
@@ -101,12 +133,14 @@ class MmapReader(Reader):
                 spanned += _end(extent) - extent.offset
         if not wanted:
             return 0
+        announce(extents, self._states)
         threads = min(self._threads, -(-spanned // PIECE))
-        return run_tasks(runs.tasks(extents, self._rows), threads, landed)
+        return run_tasks(runs.tasks(extents, self._rows_of), threads, landed)
 
     def close(self) -> None:
         """Let go of the mappings. Those that views still use stay until the last view is gone."""
         self._maps.clear()
+        self._rows.close()
 
     def _map(self, file: File) -> _Map:
         with self._lock:
@@ -114,8 +148,17 @@ class MmapReader(Reader):
                 self._maps[id(file)] = _Map(file)
             return self._maps[id(file)]
 
-    def _rows(self, extent: Extent) -> Iterator[Task]:
+    def _survey_rows(self, place: Place) -> Survey:
+        """Rows with gaps; one request populates the pages of a task."""
+        if not self.maps(place):
+            return self._rows.survey(place)
+        return Survey(place.rows * place.row_bytes, -(-place.rows // _rows_per_task(place)))
+
+    def _rows_of(self, extent: Extent) -> Iterator[Task]:
         """The work of rows with gaps."""
+        if not self.maps(extent):
+            yield from self._rows.tasks(extent)
+            return
         mapped = self._map(extent.file)
         step = _rows_per_task(extent)
         for first in range(0, extent.rows, step):
@@ -124,13 +167,6 @@ class MmapReader(Reader):
 
 def _rows_per_task(item: Extent | Place) -> int:
     return max(1, PIECE // max(item.file_stride, item.row_bytes))
-
-
-def _survey_rows(place: Place) -> Survey:
-    """Rows with gaps: pages are populated once a task, or once a row that lies alone."""
-    near = place.file_stride - place.row_bytes <= NEAR
-    requests = -(-place.rows // _rows_per_task(place)) if near else place.rows
-    return Survey(place.rows * place.row_bytes, requests)
 
 
 class _Map:
@@ -155,7 +191,7 @@ class _Map:
         if size:
             self.address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
 
-    def check(self, end: int, owner: Extent | None) -> None:
+    def check(self, end: int, owner: Extent | Place | None) -> None:
         """Raise unless the file still holds the bytes up to ``end``, and the map does."""
         found = os.fstat(self.file.fileno()).st_size
         tensor = owner.tensor if owner else None
@@ -176,7 +212,7 @@ class _Map:
                 tensor=tensor,
             )
 
-    def populate(self, offset: int, nbytes: int, owner: Extent) -> None:
+    def populate(self, offset: int, nbytes: int, owner: Extent | Place) -> None:
         """Have the pages of these bytes in memory, or raise."""
         start = (self.address + offset) // mmap.PAGESIZE * mmap.PAGESIZE
         number = _populate(start, self.address + offset + nbytes - start)
@@ -191,6 +227,7 @@ class _Map:
             file=self.file.name,
             tensor=owner.tensor,
             offset=offset,
+            hint=what_to_do(number),
         )
 
 
@@ -219,7 +256,7 @@ def _populate(address: int, nbytes: int) -> int:
             return number
 
 
-def _end(extent: Extent) -> int:
+def _end(extent: Extent | Place) -> int:
     return extent.offset + (extent.rows - 1) * extent.file_stride + extent.row_bytes
 
 
@@ -228,11 +265,7 @@ def _copy(mapped: _Map, extent: Extent, first: int, rows: int) -> int:
     row_bytes, stride = extent.row_bytes, extent.file_stride
     offset = extent.offset + first * stride
     mapped.check(offset + (rows - 1) * stride + row_bytes, extent)
-    if stride - row_bytes <= NEAR:
-        mapped.populate(offset, (rows - 1) * stride + row_bytes, extent)
-    else:
-        for row in range(rows):
-            mapped.populate(offset + row * stride, row_bytes, extent)
+    mapped.populate(offset, (rows - 1) * stride + row_bytes, extent)
     into = extent.dest.data_ptr() + first * extent.dest_stride
     copy_rows(mapped.address + offset, stride, into, extent.dest_stride, row_bytes, rows)
     return row_bytes * rows

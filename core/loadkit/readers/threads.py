@@ -5,19 +5,40 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
-__all__ = ["default_threads", "run_tasks"]
+if TYPE_CHECKING:
+    from loadkit.load_config import LoadConfig
+
+__all__ = ["default_threads", "run_tasks", "threads_for"]
 
 Task = Callable[[], int]
 
 
-def default_threads(asked: int, most: int) -> int:
-    """How many threads to use: ``asked``, or when that is 0 the usable CPUs, at most ``most``."""
+def default_threads(asked: int, most: int, local_ranks: int = 0) -> int:
+    """How many threads one rank uses.
+
+    Args:
+        asked: the answer, where it is not 0.
+        most: else, most threads that pay.
+        local_ranks: ranks of this machine that share its CPUs; 0: what the launcher (torchrun and
+            its like) says in ``LOCAL_WORLD_SIZE``, else one.
+    """
     if asked > 0:
         return asked
+    if not local_ranks:
+        said = os.environ.get("LOCAL_WORLD_SIZE", "")
+        local_ranks = max(1, int(said)) if said.isascii() and said.isdigit() else 1
     if hasattr(os, "sched_getaffinity"):
-        return min(most, len(os.sched_getaffinity(0)))
-    return min(most, os.cpu_count() or 1)
+        usable = len(os.sched_getaffinity(0))
+    else:
+        usable = os.cpu_count() or 1
+    return max(1, min(most, usable // local_ranks))
+
+
+def threads_for(load_config: LoadConfig, most: int) -> int:
+    """``default_threads`` as a load's options have it."""
+    return default_threads(load_config.num_threads, most, load_config.local_ranks)
 
 
 def run_tasks(

@@ -14,10 +14,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:
-    """A file that a source holds: ``name`` relative to the root with "/", ``size`` in bytes."""
+    """A file that a source holds: ``name`` relative to the root with "/", ``size`` in bytes.
+
+    ``sha256``: of its content, in hex, where the source knows it from elsewhere (a hub); else None.
+    """
 
     name: str
     size: int
+    sha256: str | None = None
 
 
 class File(ABC):
@@ -42,6 +46,10 @@ class File(ABC):
     def fileno(self) -> int:
         """An open descriptor, for local files. It stays open until ``close``."""
         raise NotImplementedError(f"{type(self).__name__} has no file descriptor")
+
+    def identity(self) -> tuple[str, ...] | None:
+        """What names this very content for as long as nobody writes; None where nothing does."""
+        return None
 
     @abstractmethod
     def check_unchanged(self) -> None:
@@ -80,6 +88,10 @@ class Source(ABC):
             PathError: the name leads out of the root, or is no regular file.
             ReadError: it cannot be opened.
         """
+
+    def opened(self) -> Sequence[File]:
+        """The files that were opened so far: weights, and whatever else was asked for."""
+        return ()
 
     @abstractmethod
     def close(self) -> None:

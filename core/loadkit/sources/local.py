@@ -167,6 +167,11 @@ class LocalSource(Source):
             )
         return target
 
+    def opened(self) -> Sequence[LocalFile]:
+        """The files that are open, by name."""
+        with self._lock:
+            return [self._open[name] for name in sorted(self._open)]
+
     def close(self) -> None:
         """Close every file this source opened."""
         with self._lock:

@@ -125,6 +125,10 @@ class LocalFile(File):
             raise ReadError(f"{show(self.name)} is closed", file=self.name)
         return self._fd
 
+    def identity(self) -> tuple[str, ...]:
+        """Its path, device, inode, size and time of modification when it was opened."""
+        return self.path, *map(str, self._identity)
+
     def check_unchanged(self) -> None:
         """Compare device, inode, size and mtime, of the open file and of its path.
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, ClassVar
 from loadkit.base_loader import BaseModelLoader
 from loadkit.errors import FormatError
 from loadkit.file_checks import show
+from loadkit.load_strategy import SAFETENSORS_OPTIONS
+from loadkit.multithread import MULTITHREAD_OPTIONS, multithread
 from loadkit.options import OptionSpec
 from loadkit.safetensors_format import SafetensorsHeader, read_header
 from loadkit.tensor_info import DTYPES, TensorInfo
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from loadkit.config import LoadConfig
     from loadkit.model_config import ModelConfig
 
 __all__ = ["DefaultModelLoader"]
@@ -34,13 +37,21 @@ class DefaultModelLoader(BaseModelLoader):
         weight_files: the files that were chosen and why, once ``catalogue`` has run.
     """
 
-    options: ClassVar[Mapping[str, OptionSpec]] = {}
-    load_options: ClassVar[frozenset[str]] = frozenset(
-        {"allow_patterns_overrides", "ignore_index", "ignore_patterns"}
-    )
+    options: ClassVar[Mapping[str, OptionSpec]] = MULTITHREAD_OPTIONS
+    load_options: ClassVar[frozenset[str]] = SAFETENSORS_OPTIONS | {
+        "allow_patterns_overrides",
+        "ignore_index",
+        "ignore_patterns",
+    }
 
     weight_files: WeightFiles | None = None
     _headers: list[SafetensorsHeader] | None = None
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        super().__init__(load_config)
+        self.multithread = multithread(load_config, self.extra_config)
+        if self.multithread is not None:
+            self.load_config = replace(load_config, num_threads=self.multithread.threads)
 
     def download_model(self, model_config: ModelConfig) -> None:
         """Choose the files and read their headers, so that what is missing is known first."""

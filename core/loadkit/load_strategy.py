@@ -1,0 +1,177 @@
+"""What the options of reading add up to: the reader of a load, and the layers around it.
+
+``safetensors_load_strategy`` (vLLM's names):
+
+- ``lazy``: files are mapped and read where they are touched; parameters are views where they may;
+- ``eager``: each file once, from front to back, in large reads (the reader ``eager``);
+- ``prefetch``: threads warm the page cache ahead of whatever reads;
+- ``torchao``: checkpoints of torchao's tensor classes; comes with that quantisation method;
+- not given: ``reader`` decides, with prefetching where the files lie on a network file system, are
+  not in the page cache, and fit in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from loadkit.available_memory import available_memory
+from loadkit.errors import OptionError
+from loadkit.readers import ReaderChoice, choose_reader
+from loadkit.readers.file_systems import LOCAL_FILE_SYSTEMS, file_system_of
+from loadkit.readers.page_cache import WARM, cached_share
+from loadkit.readers.prefetch import PrefetchingReader
+
+if TYPE_CHECKING:
+    from loadkit.config import LoadConfig
+    from loadkit.sources.base import File
+
+__all__ = ["SAFETENSORS_OPTIONS", "Surroundings", "check_strategy", "reader_for"]
+
+SAFETENSORS_OPTIONS = frozenset(
+    {
+        "safetensors_load_strategy",
+        "safetensors_prefetch_block_size",
+        "safetensors_prefetch_num_threads",
+    }
+)
+"""Fields of ``LoadConfig`` that a loader of safetensors follows: its ``load_options``."""
+
+
+def _kind(file: File) -> str:
+    """The file system of an open local file; empty where that cannot be told."""
+    import os
+
+    if file.path is None:
+        return ""
+    return file_system_of(file.path, os.fstat(file.fileno()).st_dev)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a decision looks at outside of the load; another one can be given.
+
+    Attributes:
+        kind: the type of the file system that holds a file, empty where unknown.
+        cached: which part of the files is in the page cache, None where unknown.
+        memory: bytes that can still be taken, None where unknown.
+    """
+
+    kind: Callable[[File], str] = _kind
+    cached: Callable[[Sequence[File]], float | None] = cached_share
+    memory: Callable[[], int | None] = available_memory
+
+
+def check_strategy(load_config: LoadConfig) -> None:
+    """Refuse options of reading that contradict each other, or that would do nothing.
+
+    Raises:
+        OptionError: names them, and what to do.
+    """
+    strategy, reader = load_config.safetensors_load_strategy, load_config.reader
+    if strategy == "torchao":
+        raise OptionError(
+            "LoadConfig.safetensors_load_strategy = 'torchao' is for checkpoints of torchao's "
+            "tensor classes, which come with that quantisation method; this loadkit has none",
+            detail={"options": ["safetensors_load_strategy"]},
+            hint="leave it out for plain safetensors",
+        )
+    means = {"lazy": "mmap", "eager": "eager"}.get(strategy or "")
+    if means and reader not in ("auto", means):
+        raise _against("safetensors_load_strategy", strategy, "reader", reader, "give one of them")
+    if strategy == "prefetch" and reader == "direct":
+        hint = "direct reads pass the page cache by; name another reader"
+        raise _against("safetensors_load_strategy", strategy, "reader", reader, hint)
+    one_thread = strategy == "eager" or reader == "eager"
+    if one_thread and load_config.num_threads > 1:
+        hint = "eager reads from front to back, on one thread; leave num_threads out"
+        raise _against("reader", "eager", "num_threads", load_config.num_threads, hint)
+    if strategy in ("lazy", "eager"):
+        for name in sorted(SAFETENSORS_OPTIONS - {"safetensors_load_strategy"}):
+            value = getattr(load_config, name)
+            if value != load_config.options()[name].default:
+                hint = "it is for 'prefetch'; leave it out"
+                raise _against("safetensors_load_strategy", strategy, name, value, hint)
+    if load_config.digest_store != "cache" and load_config.verify != "digest":
+        raise _against(
+            "verify", load_config.verify, "digest_store", load_config.digest_store,
+            "digests are kept where verify is 'digest'",
+        )  # fmt: skip
+
+
+def _against(first: str, value: object, second: str, other: object, hint: str) -> OptionError:
+    return OptionError(
+        f"LoadConfig.{first} = {value!r} and LoadConfig.{second} = {other!r} do not go together",
+        detail={"options": [first, second]},
+        hint=hint,
+    )
+
+
+def reader_for(
+    load_config: LoadConfig,
+    files: Sequence[File],
+    device: str,
+    around: Surroundings | None = None,
+) -> ReaderChoice:
+    """The reader of a load as its strategy has it, and why.
+
+    Args:
+        load_config: the options of reading.
+        files: the open files that will be read.
+        device: where the parameters will live, as torch spells it.
+        around: what to look at; the machine.
+
+    Raises:
+        OptionError: options contradict each other.
+        UsageError: no such reader.
+    """
+    check_strategy(load_config)
+    around = around or Surroundings()
+    strategy = load_config.safetensors_load_strategy
+    if strategy == "eager":
+        choice = choose_reader(replace(load_config, reader="eager"), files, device)
+        return ReaderChoice(choice.reader, "safetensors_load_strategy is 'eager'")
+    if strategy == "lazy":
+        return _lazy(load_config, files, device, around)
+    choice = choose_reader(load_config, files, device)
+    why = "" if strategy is None else "safetensors_load_strategy is 'prefetch'"
+    if strategy is None and load_config.reader == "auto" and choice.reader.name != "direct":
+        why = _worth_warming(files, around)
+    if not why:
+        return choice
+    return ReaderChoice(
+        PrefetchingReader(choice.reader), f"{choice.why}; prefetched into the page cache: {why}"
+    )
+
+
+def _lazy(
+    load_config: LoadConfig, files: Sequence[File], device: str, around: Surroundings
+) -> ReaderChoice:
+    """The map, but where a fault in it may hang: there ranges are read when they are wanted."""
+    asked = "safetensors_load_strategy is 'lazy'"
+    for file in files:
+        kind = around.kind(file)
+        if kind not in LOCAL_FILE_SYSTEMS:
+            choice = choose_reader(replace(load_config, reader="pread"), files, device)
+            place = kind or "of unknown type"
+            why = f"{asked}, but a file system ({place}) that may block is not mapped"
+            return ReaderChoice(choice.reader, why)
+    choice = choose_reader(replace(load_config, reader="mmap"), files, device)
+    return ReaderChoice(choice.reader, asked)
+
+
+def _worth_warming(files: Sequence[File], around: Surroundings) -> str:
+    """Why prefetching pays, or nothing: a network, cold files, and memory for them."""
+    local = [file for file in files if file.path is not None]
+    kinds = {kind for file in local if (kind := around.kind(file)) not in LOCAL_FILE_SYSTEMS}
+    if not kinds - {""}:
+        return ""
+    share = around.cached(local)
+    size, memory = sum(file.size for file in local), around.memory()
+    if share is None or share > WARM or memory is None or size > memory:
+        return ""
+    return (
+        f"{', '.join(sorted(kinds - {''}))} is a network file system, {share:.0%} of the files are "
+        f"cached, and their {size:,} bytes fit in memory"
+    )
