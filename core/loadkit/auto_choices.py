@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -77,10 +78,11 @@ def with_dtype(model_config: ModelConfig, loader: BaseModelLoader) -> ModelConfi
         return model_config
     bytes_of: dict[torch.dtype, int] = {}
     try:
-        for _, tensor in loader.catalogue(model_config):
-            if tensor.is_floating_point():
-                size = tensor.numel() * tensor.dtype.itemsize
-                bytes_of[tensor.dtype] = bytes_of.get(tensor.dtype, 0) + size
+        for _, tensor in loader.offers(model_config):
+            dtype = tensor.dtype
+            if dtype.is_floating_point:
+                size = math.prod(tensor.shape) * dtype.itemsize
+                bytes_of[dtype] = bytes_of.get(dtype, 0) + size
     except NotImplementedError:
         log.info("the loader has no catalogue to take the dtype from")
     wide = {dtype: size for dtype, size in bytes_of.items() if dtype.itemsize > 1}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,8 @@ from loadkit.packed_modules import Packed, find_fused, invert_packed
 from loadkit.sharded_name import ShardedName
 from loadkit.text import printable
 from loadkit.tracing import report_misfit
+from loadkit.tracing.lazy_tensor import LazyTensor, Offered
+from loadkit.tracing.recorder import offers_of
 from loadkit.tracing.regions import runs_quietly
 from loadkit.weight_errors import (
     Unplaced,
@@ -42,7 +44,7 @@ __all__ = ["AutoWeightsLoader"]
 log = logging.getLogger("loadkit")
 
 # A tensor under its name in the loader's module, and that name's components.
-Item = tuple[ShardedName, list[str], torch.Tensor]
+Item = tuple[ShardedName, list[str], "torch.Tensor | Offered"]
 
 
 class AutoWeightsLoader:
@@ -96,21 +98,22 @@ class AutoWeightsLoader:
         self._gather = isinstance(weights, Collection)
         self._packs = mapper is None or not mapper.stacks
         self._unplaced, self._parts, self._members = [], {}, {}
+        offers = offers_of(weights)
         if mapper is not None:
-            weights, self._parts = mapper.apply(weights), mapper.stacked_parts
-        items = self._started(weights)
+            offers, self._parts = mapper.apply(offers), mapper.stacked_parts
+        items = self._started(offers)
         first = next(items, None)
         if first is None:
             return set()
         # A lazy tensor holds no memory, so all of them may be held until their group is whole.
-        self._gather = self._gather or hasattr(first[2], "lazy_storage")
+        self._gather = self._gather or isinstance(first[2], (LazyTensor, Offered))
         everything = itertools.chain([first], items)
         loaded = set(self._walk(self.module, 0, first[0].prefix, everything, first[0].packed))
         if self._unplaced:
             raise unplaced_error(self.module, self._unplaced)
         return loaded
 
-    def _started(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Item]:
+    def _started(self, weights: Iterable[tuple[str, torch.Tensor | Offered]]) -> Iterator[Item]:
         """The tensors that are not skipped, under names that carry their way."""
         for text, tensor in weights:
             name = text if isinstance(text, ShardedName) else ShardedName(text)
@@ -175,6 +178,8 @@ class AutoWeightsLoader:
     ) -> Iterator[str]:
         """Go on in a child, by its own ``load_weights`` if it has one."""
         inner = self._deeper(group, depth)
+        if callable(skip := _own(child, "skip_weight")):
+            inner = _held_here(inner, depth, skip)
         load = _own(child, "load_weights")
         if not callable(load) or _own(child, "is_missing_layer") or child is self.module:
             yield from self._walk(child, depth, prefix, inner, packed)
@@ -212,8 +217,9 @@ class AutoWeightsLoader:
             elif self._load(name, tensor, target):
                 yield str(name)
 
-    def _load(self, name: ShardedName, tensor: torch.Tensor, target: torch.Tensor) -> bool:
+    def _load(self, name: ShardedName, offer: torch.Tensor | Offered, target: torch.Tensor) -> bool:
         """Run a weight loader on one tensor; False if a recorder took its failure."""
+        tensor = _taken(offer)
         loader = getattr(target, "weight_loader", default_weight_loader)
         shard = () if name.shard_id is None else (name.shard_id,)
         try:
@@ -255,7 +261,7 @@ class AutoWeightsLoader:
     def _unplaced_at(
         self,
         name: ShardedName,
-        tensor: torch.Tensor,
+        tensor: torch.Tensor | Offered,
         why: str,
         available: Sequence[str] = (),
         near: Sequence[str] = (),
@@ -276,7 +282,7 @@ class AutoWeightsLoader:
         if not self._gather:
             raise unplaced_error(self.module, self._unplaced)
 
-    def _excuse(self, name: ShardedName, tensor: torch.Tensor) -> str | None:
+    def _excuse(self, name: ShardedName, tensor: torch.Tensor | Offered) -> str | None:
         """Why a tensor may be without a place, or None."""
         for text in (name.checkpoint_name, name.path):
             reason = self._ignored.reason(text, tensor.shape) or harmless_reason(text, tensor.shape)
@@ -309,7 +315,22 @@ def _relative(
     for name, parts, tensor in items:
         new = ShardedName(".".join(parts[depth:]), like=name)
         new.prefix, new.packed = prefix, packed
-        yield new, tensor
+        yield new, _taken(tensor)
+
+
+def _held_here(
+    items: Iterable[Item], depth: int, skip: Callable[[str], str | None]
+) -> Iterator[Item]:
+    """The tensors that a module does not say are other ranks'; the others are listed."""
+    for item in items:
+        if reason := skip(".".join(item[1][depth:])):
+            _skip(item[0], reason)
+        else:
+            yield item
+
+
+def _taken(tensor: torch.Tensor | Offered) -> torch.Tensor:
+    return tensor.tensor() if isinstance(tensor, Offered) else tensor
 
 
 def _own(module: torch.nn.Module, name: str) -> Any:

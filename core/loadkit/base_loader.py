@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from loadkit.errors import UnknownNameError
 from loadkit.name_hints import strip_wrappers
 from loadkit.options import OptionSpec, validate_extra_config
-from loadkit.tracing.recorder import active_recorder
+from loadkit.tracing.recorder import active_recorder, observed
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from loadkit.quantization_base import QuantizationConfig
     from loadkit.sources.base import Source
     from loadkit.tracing.given import Given
+    from loadkit.tracing.lazy_tensor import Offered
 
 __all__ = ["BaseModelLoader", "get_model", "get_model_loader"]
 
@@ -105,16 +106,20 @@ class BaseModelLoader(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has no catalogue")
 
+    def offers(self, model_config: ModelConfig) -> Iterator[tuple[str, torch.Tensor | Offered]]:
+        """The catalogue, where a loader can as entries that no tensor is made of yet."""
+        return self.catalogue(model_config)
+
     def get_all_weights(
         self, model_config: ModelConfig, model: nn.Module
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """The catalogue as the model takes it: wrapper components removed, the plan looking on."""
-        weights = list(self.catalogue(model_config))
+        weights = list(self.offers(model_config))
         parts = {part for name, _ in model.named_modules() for part in name.split(".")}
         renamed = strip_wrappers([name for name, _ in weights], parts)
-        recorder = active_recorder()
         named = ((renamed.get(name, name), tensor) for name, tensor in weights)
-        return iter(named) if recorder is None else recorder.observe(named)
+        recorder = active_recorder()
+        return observed(named) if recorder is None else recorder.observe(named)
 
     def load_model(self, config: LoadkitConfig, prefix: str = "") -> nn.Module:
         """The whole line for one model: build, plan, read, finish.

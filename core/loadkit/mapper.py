@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from loadkit.errors import ModelError, WeightLoadError
 from loadkit.map_steps import Explanation, MappedName, Step
@@ -35,9 +35,9 @@ from loadkit.text import printable
 from loadkit.tracing import report_misfit
 
 if TYPE_CHECKING:
-    import torch
-
     from loadkit.reverse_mapper import ReverseMapper
+
+TensorT = TypeVar("TensorT")
 
 __all__ = ["Explanation", "MappedName", "ShardedName", "Step", "WeightsMapper"]
 
@@ -116,8 +116,8 @@ class WeightsMapper:
         return Explanation(name, tuple(steps), result)
 
     def apply(
-        self, weights: Iterable[tuple[str, torch.Tensor]]
-    ) -> Iterator[tuple[ShardedName, torch.Tensor]]:
+        self, weights: Iterable[tuple[str, TensorT]]
+    ) -> Iterator[tuple[ShardedName, TensorT]]:
         """The same tensors under their model names; dropped ones are reported and left out.
 
         Raises:

@@ -21,6 +21,7 @@ from loadkit.integrity import Verification
 from loadkit.load_plan import LoadPlan, Problem
 from loadkit.load_strategy import reader_for
 from loadkit.local_memory import local_of
+from loadkit.meta_buffers import buffers_without_memory
 from loadkit.plan_targets import TargetFinder
 from loadkit.readers import can_alias
 from loadkit.readers.base import Reader
@@ -31,7 +32,7 @@ from loadkit.tracing.given import noted
 from loadkit.tracing.lazy_tensor import LazyTensor
 from loadkit.tracing.leaks import Held, adopt, held_tensors, leaked_names, settle, stale
 from loadkit.tracing.reading import read_now
-from loadkit.tracing.recorder import Recorder
+from loadkit.tracing.recorder import Recorder, observed, offers_of
 from loadkit.tracing.storage import FileLeaf
 
 if TYPE_CHECKING:
@@ -184,7 +185,8 @@ def _observed_model(model: nn.Module, recorder: Recorder) -> Iterator[None]:
         return
 
     def load_weights(weights: Any, *args: Any, **kwargs: Any) -> Any:
-        return own(noted(recorder.observe(weights), recorder.given), *args, **kwargs)
+        seen = offers_of(recorder.observe(weights))
+        return own(observed(noted(seen, recorder.given)), *args, **kwargs)
 
     model.__dict__["load_weights"] = load_weights
     try:
@@ -248,6 +250,17 @@ def _left_behind(built: Built, sweep: list[Held]) -> list[Problem]:
                 hint="register it as a parameter, or make it after loading",
             )
         )
+    problems += [
+        Problem(
+            "BUFFER_ON_META",
+            f"buffer {name} has no memory, the checkpoint does not hold it, and the module cannot "
+            "make it again",
+            parameter=name,
+            hint="make the module under loadkit.build.parameters_on_meta() in place of "
+            "torch.device('meta'): buffers stay real there",
+        )
+        for name in buffers_without_memory(built.model, built.recorder)
+    ]
     if built.recorder.foreign_writes:
         problems.append(
             Problem(

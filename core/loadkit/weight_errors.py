@@ -12,7 +12,7 @@ from loadkit.name_hints import grouped_names, likely_prefix
 from loadkit.packed_modules import Packed, find_fused
 from loadkit.sharded_name import ShardedName
 from loadkit.text import nearest, printable
-from loadkit.tracing.lazy_tensor import leaf_file
+from loadkit.tracing.lazy_tensor import Offered, leaf_file
 
 __all__ = [
     "Unplaced",
@@ -136,7 +136,7 @@ def describe_failure(
     return wrapped
 
 
-def file_of(tensor: torch.Tensor) -> str | None:
+def file_of(tensor: torch.Tensor | Offered) -> str | None:
     """The file a lazy tensor lies in; None for one in memory."""
     return leaf_file(tensor)
 

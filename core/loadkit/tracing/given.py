@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from loadkit.tracing.lazy_tensor import Offered
+
 __all__ = ["Given", "noted"]
 
 
@@ -19,8 +21,8 @@ class Given(NamedTuple):
 
 
 def noted(
-    weights: Iterable[tuple[str, torch.Tensor]], into: dict[str, Given]
-) -> Iterator[tuple[str, torch.Tensor]]:
+    weights: Iterable[tuple[str, torch.Tensor | Offered]], into: dict[str, Given]
+) -> Iterator[tuple[str, torch.Tensor | Offered]]:
     """Pass weights on, and note what they are."""
     for name, tensor in weights:
         stored = getattr(name, "checkpoint_name", name)

@@ -13,8 +13,9 @@ from typing import Any, NoReturn, Self
 
 import torch
 
-from loadkit.errors import TraceError
+from loadkit.errors import FormatError, TraceError
 from loadkit.tensor_info import TensorInfo, torch_dtype
+from loadkit.text import printable
 from loadkit.tracing.storage import (
     Constant,
     FileLeaf,
@@ -25,7 +26,7 @@ from loadkit.tracing.storage import (
 )
 from loadkit.tracing.view import View, contiguous
 
-__all__ = ["LazyTensor", "generated", "lazy_from_info", "leaf_file", "leaf_names"]
+__all__ = ["LazyTensor", "Offered", "generated", "lazy_from_info", "leaf_file", "leaf_names"]
 
 Dispatcher = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -131,11 +132,66 @@ def lazy_from_info(info: TensorInfo) -> LazyTensor:
     """The tensor of a file header entry. No byte is read. Shape and dtype as the header says.
 
     Raises:
-        FormatError: E_DTYPE, this torch lacks the dtype.
+        FormatError: E_DTYPE, this torch lacks the dtype; names tensor and file.
     """
-    storage = Storage.of_info(info)
-    dtype = torch_dtype(info.dtype)
+    dtype = _dtype_of(info)
+    storage = Storage.of_leaf(FileLeaf(info, info.name, info.shape, dtype))
     return LazyTensor(storage, contiguous(info.shape, dtype.itemsize), dtype)
+
+
+def _dtype_of(info: TensorInfo) -> torch.dtype:
+    """The torch dtype of a header entry."""
+    try:
+        return torch_dtype(info.dtype)
+    except FormatError as error:
+        raise FormatError(
+            f"tensor '{printable(info.name)}' of '{printable(info.file.name)}': {error.message}",
+            code=error.code,
+            file=info.file.name,
+            tensor=info.name,
+            hint="install a newer torch",
+        ) from error
+
+
+class Offered:
+    """A checkpoint tensor that nobody has asked for yet: its header entry.
+
+    A tensor that belongs to another rank is told by its name; no ``LazyTensor`` is made for it.
+
+    Attributes:
+        info: the entry, its shape as torch counts elements.
+    """
+
+    __slots__ = ("info",)
+
+    def __init__(self, info: TensorInfo) -> None:
+        self.info = info
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As the header says."""
+        return self.info.shape
+
+    def size(self) -> tuple[int, ...]:
+        """As the header says."""
+        return self.info.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As the header says.
+
+        Raises:
+            FormatError: E_DTYPE, this torch lacks the dtype.
+        """
+        return _dtype_of(self.info)
+
+    def tensor(self) -> LazyTensor:
+        """The lazy tensor.
+
+        Raises:
+            FormatError: E_DTYPE, this torch lacks the dtype.
+        """
+        return lazy_from_info(self.info)
 
 
 def generated(leaf: GeneratedLeaf) -> LazyTensor:
@@ -144,8 +200,10 @@ def generated(leaf: GeneratedLeaf) -> LazyTensor:
     return LazyTensor(storage, contiguous(leaf.size, leaf.dtype.itemsize), leaf.dtype)
 
 
-def leaf_file(tensor: torch.Tensor) -> str | None:
+def leaf_file(tensor: torch.Tensor | Offered) -> str | None:
     """The file that a checkpoint tensor lies in, in blocks too; None for any other tensor."""
+    if isinstance(tensor, Offered):
+        return tensor.info.file.name
     base = tensor.lazy_storage.base if isinstance(tensor, LazyTensor) else None
     if isinstance(base, Operation):
         base = next((value.storage.base for value in base.inputs()), None)

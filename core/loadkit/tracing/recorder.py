@@ -22,7 +22,7 @@ from loadkit.errors import TraceError
 from loadkit.tracing.evaluate import Fetch
 from loadkit.tracing.given import Given
 from loadkit.tracing.lazies import contiguous_like, meta_like, to_meta
-from loadkit.tracing.lazy_tensor import LazyTensor, leaf_file
+from loadkit.tracing.lazy_tensor import LazyTensor, Offered, leaf_file
 from loadkit.tracing.misfit import set_sink
 from loadkit.tracing.modes import DispatchMode, FunctionMode
 from loadkit.tracing.reading import DataRead, fetch_from_files, settled, storage_of_plain
@@ -30,7 +30,7 @@ from loadkit.tracing.schema import fill_of, map_all
 from loadkit.tracing.storage import Fill, Storage, Unwritten
 from loadkit.tracing.writes import record
 
-__all__ = ["Misfit", "Recorder", "active_recorder"]
+__all__ = ["Misfit", "Recorder", "active_recorder", "observed", "offers_of"]
 
 Phase = Literal["init", "load"]
 
@@ -76,7 +76,7 @@ class Recorder:
         self.yielded: list[str] = []
         self.not_asked: list[str] = []
         self.makes_real_data = False  # the loader's weights come real, from nowhere known
-        self._sources: list[Iterator[tuple[str, torch.Tensor]]] = []
+        self._sources: list[Iterator[tuple[str, Any]]] = []
         self.files: dict[str, str] = {}  # tensor -> its file's name
         self.given: dict[str, Given] = {}  # by the names that the model's load_weights got
         self.refused: frozenset[str] = frozenset()
@@ -272,12 +272,13 @@ class Recorder:
 
     def observe(
         self,
-        weights: Iterable[tuple[str, torch.Tensor]],
+        weights: Iterable[tuple[str, Any]],
         *,
-        then: Callable[[Iterator[tuple[str, torch.Tensor]]], Iterator[tuple[str, torch.Tensor]]]
-        | None = None,
+        then: Callable[[Iterator[tuple[str, Any]]], Iterator[tuple[str, Any]]] | None = None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Pass weights on, noting which one is being loaded; what is observed already stays so.
+
+        They may be ``Offered``: whoever takes them gets tensors, unless it asks ``offers_of``.
 
         Names in ``refused`` are left out; those in ``opaque`` come as real data (``real_of``), and
         real tensors are opaque constants. ``then`` renames and changes them after they were seen,
@@ -285,15 +286,15 @@ class Recorder:
         """
         if then is None and isinstance(weights, _Observed):
             return weights
-        source = iter(weights)
-        if not isinstance(weights, _Observed):
+        if isinstance(weights, _Observed):
+            source = weights.offers
+        else:
+            source = iter(weights)
             self._sources.append(source)
         observed = self._observe(source)
         return _Observed(observed if then is None else then(observed))
 
-    def _pulled(
-        self, source: Iterator[tuple[str, torch.Tensor]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def _pulled(self, source: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         """The weights; a loader that makes real data does its own work unrecorded."""
         while True:
             with self.paused() if self.makes_real_data else nullcontext():
@@ -308,9 +309,7 @@ class Recorder:
             self.not_asked += [name for name, _ in source]
         self._sources.clear()
 
-    def _observe(
-        self, weights: Iterable[tuple[str, torch.Tensor]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def _observe(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         for name, tensor in self._pulled(iter(weights)):
             self.yielded.append(name)
             file = leaf_file(tensor)
@@ -319,9 +318,11 @@ class Recorder:
             if name in self.refused:
                 continue
             self.current = name
-            if isinstance(tensor, LazyTensor) and name in self.opaque and self.real_of:
-                tensor = self.real_of(tensor)
-            if not isinstance(tensor, LazyTensor):
+            if name in self.opaque and self.real_of:
+                tensor = tensor.tensor() if isinstance(tensor, Offered) else tensor
+                if isinstance(tensor, LazyTensor):
+                    tensor = self.real_of(tensor)
+            if not isinstance(tensor, (LazyTensor, Offered)):
                 self._note_real(name, tensor)
             yield name, tensor
         self.current = None
@@ -391,13 +392,28 @@ class Recorder:
 
 
 class _Observed(Iterator[tuple[str, torch.Tensor]]):
-    """Weights on their way through ``Recorder.observe``."""
+    """Weights on their way through ``Recorder.observe``. ``offers``: they, as they were offered."""
 
-    def __init__(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        self._weights = weights
+    def __init__(self, offers: Iterator[tuple[str, torch.Tensor | Offered]]) -> None:
+        self.offers = offers
 
     def __next__(self) -> tuple[str, torch.Tensor]:
-        return next(self._weights)
+        name, tensor = next(self.offers)
+        return name, tensor.tensor() if isinstance(tensor, Offered) else tensor
+
+
+def observed(
+    weights: Iterable[tuple[str, torch.Tensor | Offered]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights, as tensors for whoever takes them; a recorder takes them as observed already."""
+    return _Observed(iter(weights))
+
+
+def offers_of(
+    weights: Iterable[tuple[str, torch.Tensor]],
+) -> Iterable[tuple[str, torch.Tensor | Offered]]:
+    """The weights as they were offered, for code that looks at names before it takes tensors."""
+    return weights.offers if isinstance(weights, _Observed) else weights
 
 
 def _deactivate() -> None:

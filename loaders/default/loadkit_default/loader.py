@@ -15,7 +15,7 @@ from loadkit.multithread import MULTITHREAD_OPTIONS, multithread
 from loadkit.options import OptionSpec
 from loadkit.safetensors_format import SafetensorsHeader, read_header
 from loadkit.tensor_info import DTYPES, TensorInfo
-from loadkit.tracing.lazy_tensor import lazy_from_info
+from loadkit.tracing.lazy_tensor import Offered
 from loadkit_default.weight_files import WeightFiles, check_against_index, find_weight_files
 
 if TYPE_CHECKING:
@@ -71,8 +71,10 @@ class DefaultModelLoader(BaseModelLoader):
             FormatError: a header breaks a rule; a name is in two files and no index says which
                 counts (E_DUPLICATE); torch lacks a dtype (E_DTYPE).
         """
-        for info in self.infos():
-            yield info.name, _lazy(info)
+        return ((name, offer.tensor()) for name, offer in self.offers(model_config))
+
+    def offers(self, model_config: ModelConfig) -> Iterator[tuple[str, Offered]]:
+        return ((info.name, Offered(_as_torch_counts(info))) for info in self.infos())
 
     def infos(self) -> list[TensorInfo]:
         """The header entries behind ``catalogue``, same order, same errors."""
@@ -104,20 +106,11 @@ class DefaultModelLoader(BaseModelLoader):
         return self._headers
 
 
-def _lazy(info: TensorInfo) -> torch.Tensor:
-    """The lazy tensor of an entry; two packed 4-bit elements are one element in torch."""
-    if DTYPES[info.dtype][0] == 4:
-        info = replace(info, shape=(*info.shape[:-1], info.shape[-1] // 2))
-    try:
-        return lazy_from_info(info)
-    except FormatError as error:
-        raise FormatError(
-            f"tensor {show(info.name)} of {show(info.file.name)}: {error.message}",
-            code=error.code,
-            file=info.file.name,
-            tensor=info.name,
-            hint="install a newer torch",
-        ) from error
+def _as_torch_counts(info: TensorInfo) -> TensorInfo:
+    """The entry; two packed 4-bit elements are one element in torch."""
+    if DTYPES[info.dtype][0] != 4:
+        return info
+    return replace(info, shape=(*info.shape[:-1], info.shape[-1] // 2))
 
 
 def _in_two_files(first: TensorInfo, second: TensorInfo) -> FormatError:
