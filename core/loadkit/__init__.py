@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from loadkit.config import ParallelConfig as ParallelConfig
     from loadkit.convert import ConvertReport as ConvertReport
     from loadkit.convert import convert as convert
+    from loadkit.diff import DiffReport as DiffReport
+    from loadkit.diff import diff as diff
     from loadkit.errors import ArchitectureError as ArchitectureError
     from loadkit.errors import ArchitectureImportError as ArchitectureImportError
     from loadkit.errors import ChangedError as ChangedError
@@ -89,6 +91,8 @@ if TYPE_CHECKING:
     from loadkit.tables import register_model_loader as register_model_loader
     from loadkit.tables import register_reader as register_reader
     from loadkit.tables import register_source as register_source
+    from loadkit.verify import VerifyReport as VerifyReport
+    from loadkit.verify import verify as verify
     from loadkit.weight_loaders import composed_weight_loader as composed_weight_loader
     from loadkit.weight_loaders import default_weight_loader as default_weight_loader
     from loadkit.weight_loaders import row_parallel_weight_loader as row_parallel_weight_loader
@@ -106,6 +110,7 @@ __all__ = [
     "ConvertReport",
     "CoverageError",
     "DeviceError",
+    "DiffReport",
     "DistributedError",
     "ExpertPlacement",
     "FormatError",
@@ -147,6 +152,7 @@ __all__ = [
     "TruncatedError",
     "UnknownNameError",
     "UsageError",
+    "VerifyReport",
     "WeightLoadError",
     "WeightsMapper",
     "WriteError",
@@ -154,6 +160,7 @@ __all__ = [
     "convert",
     "default_weight_loader",
     "device_loading_context",
+    "diff",
     "finalize_layerwise_processing",
     "generate",
     "get_model",
@@ -177,6 +184,7 @@ __all__ = [
     "save",
     "set_default_torch_dtype",
     "sharded_weight_loader",
+    "verify",
 ]
 
 # module -> what it exports here
@@ -193,6 +201,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "ParallelConfig",
     ),
     "convert": ("ConvertReport", "convert"),
+    "diff": ("DiffReport", "diff"),
     "errors": (
         "ArchitectureError",
         "ArchitectureImportError",
@@ -270,6 +279,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "register_reader",
         "register_source",
     ),
+    "verify": ("VerifyReport", "verify"),
     "weight_loaders": (
         "composed_weight_loader",
         "default_weight_loader",

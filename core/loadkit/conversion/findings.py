@@ -1,0 +1,208 @@
+"""What a look at a checkpoint's files found, check by check."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from loadkit.conversion.outputs import Output, read_slabs, slabs_of
+from loadkit.errors import CheckpointError
+from loadkit.file_checks import show
+from loadkit.integrity.expected import expected_digests
+from loadkit.load_plan import Problem
+from loadkit.manifest import MANIFEST, Manifest
+from loadkit.safetensors_format import read_header
+
+if TYPE_CHECKING:
+    from loadkit.conversion.contents import Contents
+    from loadkit.diff import DiffReport
+    from loadkit.integrity.digests import FileDigests
+    from loadkit.sources.base import File, Source
+
+__all__ = ["Check", "Findings"]
+
+SLAB = 16 << 20  # bytes of tensors that are looked at at once
+BLOCK = 4 << 20  # bytes that are hashed at once
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was looked at. ``ok`` None: it could not be, ``detail`` says why."""
+
+    name: str
+    ok: bool | None
+    detail: str
+
+
+class Findings:
+    """Goes through a checkpoint once. ``checks``, ``problems`` and ``files`` result."""
+
+    def __init__(self) -> None:
+        self.checks: list[Check] = []
+        self.problems: list[Problem] = []
+        self.files: dict[str, dict[str, Any]] = {}
+
+    def tried(self, name: str, look: Callable[[], Value]) -> Value | None:
+        """What a look gives; None where the checkpoint is at fault, which is a problem then."""
+        try:
+            found = look()
+        except CheckpointError as error:
+            self._problem(
+                error.code.removeprefix("E_"), error.message, error.file, error.tensor, error.hint
+            )
+            self._check(name, False, error.message)
+            return None
+        if name == "headers":
+            self._check(name, True, "every header is whole, and the index fits the files")
+        return found
+
+    def list_files(self, source: Source, manifest: Manifest) -> None:
+        """Every file of the manifest is there, as long as it has to be."""
+        sizes = {info.name: info.size for info in source.list()}
+        before = len(self.problems)
+        for name, entry in manifest.files.items():
+            if name not in sizes:
+                self._problem("MISSING_FILE", f"{show(name)} is named by {MANIFEST}", name)
+                continue
+            self._file(name, sizes[name])
+            if sizes[name] != entry.size:
+                text = f"{show(name)} has {sizes[name]} bytes; {MANIFEST} says {entry.size}"
+                self._problem("SIZE", text, name, hint="copy it again")
+        bad = len(self.problems) - before
+        text = f"{len(manifest.files)} file(s) of {MANIFEST}: {bad} missing or of another size"
+        self._check("files", not bad, text)
+
+    def list_tensors(self, manifest: Manifest, files: Sequence[File]) -> None:
+        """Every header is what the manifest says of its file."""
+        before = len(self.problems)
+        listed = {name: entry for name, entry in manifest.files.items() if entry.tensors}
+        for file in files:
+            if file.name not in listed:
+                if manifest.files:
+                    text = f"{show(file.name)} is no file of {MANIFEST}"
+                    self._problem("UNLISTED_FILE", text, file.name)
+                continue
+            expected = {
+                name: (one.dtype, one.shape, one.offset)
+                for name, one in listed[file.name].tensors.items()
+            }
+            found = {
+                one.name: (one.dtype, one.shape, one.offset) for one in read_header(file).tensors
+            }
+            for name in sorted(found.keys() | expected.keys()):
+                if found.get(name) != expected.get(name):
+                    self._tensor(file, name, expected.get(name), found.get(name))
+        bad = len(self.problems) - before
+        self._check("tensors", not bad, f"{bad} tensor(s) are not as {MANIFEST} says")
+
+    def _tensor(self, file: File, name: str, expected: Any, found: Any) -> None:
+        told = [
+            "missing" if place is None else f"{place[0]} {list(place[1])} at byte {place[2]}"
+            for place in (found, expected)
+        ]
+        text = f"{show(name)} is {told[0]} in {show(file.name)}; {MANIFEST} says {told[1]}"
+        self._problem("TENSOR", text, file.name, name)
+
+    def digests(self, source: Source, names: Collection[str]) -> None:
+        """Every file holds the bytes that the manifest, the hub or a record vouches for."""
+        files = [source.open(name) for name in sorted(names)]
+        expected, _ = expected_digests(source, files, {})
+        before, vouched = len(self.problems), 0
+        for file in files:
+            digests = expected.get(id(file))
+            self._file(file.name, file.size)
+            if digests is None or not any(digests.digests):
+                continue
+            vouched += 1
+            self.files[file.name]["vouched"] = digests.origin
+            for number, (start, end) in enumerate(_units(digests)):
+                wanted = digests.digests[number]
+                found = _sha256(file, start, end)
+                if (start, end) == (0, file.size):
+                    self.files[file.name]["sha256"] = found
+                if wanted is not None and found != wanted:
+                    text = (
+                        f"bytes {start} to {end} of {show(file.name)} are not what "
+                        f"{digests.origin} says: sha256 {found}, not {wanted}"
+                    )
+                    self._problem("DIGEST", text, file.name, hint="copy or download it again")
+        bad = len(self.problems) - before
+        if not vouched:
+            self._check("digests", None, "nobody vouches for the bytes of these files")
+            return
+        text = f"{vouched} of {len(files)} file(s) were compared, {bad} range(s) differ"
+        self._check("digests", not bad, text)
+
+    def finite(self, contents: Contents) -> None:
+        """No float is NaN or infinite."""
+        before, looked = len(self.problems), 0
+        for output in contents.outputs():
+            if not output.dtype.is_floating_point or "x2" in str(output.dtype):
+                continue
+            looked += 1
+            nans, infs = _not_finite(output, contents)
+            if nans or infs:
+                text = f"{show(output.name)} holds {nans} NaN and {infs} infinite number(s)"
+                self._problem("NOT_FINITE", text, tensor=output.name)
+        bad = len(self.problems) - before
+        self._check("finite", not bad, f"{bad} of {looked} tensor(s) hold NaN or infinity")
+
+    def compared(self, report: DiffReport) -> None:
+        """The tensors are another checkpoint's."""
+        for side, names in (("a", report.only_in_a), ("b", report.only_in_b)):
+            where = report.a.source if side == "a" else report.b.source
+            for name in names:
+                self._problem("ONLY_IN_ONE", f"{show(name)} is in {show(where)} only", tensor=name)
+        for one in report.different:
+            text = f"{show(one.tensor)}: {one.what} differ from {show(report.b.source)}"
+            self._problem("DIFFERENT", text, tensor=one.tensor)
+        count = len(report.only_in_a) + len(report.only_in_b) + len(report.different)
+        text = f"{report.compared} tensor(s) compared with {show(report.b.source)}: {count} differ"
+        self._check("against", report.equal, text)
+
+    def _file(self, name: str, size: int) -> None:
+        self.files.setdefault(name, {"size": size, "sha256": None, "vouched": None})
+
+    def _check(self, name: str, ok: bool | None, detail: str) -> None:
+        self.checks.append(Check(name, ok, detail))
+
+    def _problem(
+        self,
+        code: str,
+        message: str,
+        file: str | None = None,
+        tensor: str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        self.problems.append(Problem(code, message, tensor, None, file, None, hint))
+
+
+def _units(digests: FileDigests) -> Iterator[tuple[int, int]]:
+    return zip(digests.starts, digests.ends, strict=True)
+
+
+def _sha256(file: File, start: int, end: int) -> str:
+    """The digest of a range of a file, read a block at a time."""
+    sha = hashlib.sha256()
+    for at in range(start, end, BLOCK):
+        sha.update(file.read(at, min(BLOCK, end - at)))
+    return sha.hexdigest()
+
+
+def _not_finite(output: Output, contents: Contents) -> tuple[int, int]:
+    """How many elements are NaN, and how many infinite."""
+    nans = infs = 0
+    for slab in slabs_of(output, SLAB):
+        (flat,), _, _ = read_slabs([slab], contents.reader)
+        numbers = flat.view(output.dtype)
+        if numbers.itemsize == 1:  # 8-bit floats cannot be compared
+            numbers = numbers.to(torch.float32)
+        nans += int(numbers.isnan().sum())
+        infs += int(numbers.isinf().sum())
+    return nans, infs
