@@ -133,6 +133,21 @@ class QuantizationConfig(ABC):
     def get_name(cls) -> str:
         """The method's name in the table."""
 
+    def to_saved(self) -> Mapping[str, Any] | None:
+        """What ``from_saved`` makes this config of again, as JSON-able values, for models that are
+        saved as they run; None: config.json says all of it.
+        """
+        return None
+
+    @classmethod
+    def from_saved(cls, values: Mapping[str, Any]) -> QuantizationConfig:
+        """The config that ``to_saved`` described.
+
+        Raises:
+            ConfigFileError: it is none.
+        """
+        return cls.from_config(values)
+
     @classmethod
     @abstractmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:

@@ -21,7 +21,7 @@ from loadkit.errors import PathError, TraceError
 from loadkit.execution import Target
 from loadkit.load_plan import LoadPlan, Region
 from loadkit.manifest import Box
-from loadkit.plan import make_plan
+from loadkit.plan import Planned, make_plan
 from loadkit.resolve import Job
 from loadkit.sources.base import File, FileInfo, Source
 from loadkit.text import printable
@@ -32,19 +32,19 @@ from loadkit.tracing.recorder import active_recorder
 from loadkit.tracing.storage import GeneratedLeaf
 from loadkit.tracing.view import View
 
-__all__ = ["Boxes", "boxes_of", "plan_of"]
+__all__ = ["Boxes", "boxes_of", "retrace"]
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 Place = Callable[[nn.Module, Weights], object]
 
 
-def plan_of(
+def retrace(
     config: LoadkitConfig,
     model_class: type[nn.Module],
     given: Mapping[str, Given],
     place: Place | None = None,
-) -> LoadPlan:
-    """The plan of loading tensors that exist by name, shape and dtype only.
+) -> Planned:
+    """The model on meta and the plan of loading tensors that exist by name and shape only.
 
     Args:
         config: the bundle that the model is built from; its ``parallel_config`` says which rank.
@@ -66,7 +66,7 @@ def plan_of(
     )  # fmt: skip
     planned = make_plan(job, build(job))
     planned.reader.close()
-    return planned.plan
+    return planned
 
 
 @dataclass(frozen=True)

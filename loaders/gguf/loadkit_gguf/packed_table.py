@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from loadkit.errors import ConfigFileError
+from loadkit.file_checks import show
 from loadkit.mapper import WeightsMapper
 from loadkit.packed_modules import invert_packed
 from loadkit_gguf.packed_rows import is_blocks, row_unit
@@ -77,6 +79,33 @@ class PackedTable:
                 modules.setdefault(path.removesuffix(_WEIGHT), {})[shard_id] = stored
         return cls(modules)
 
+    def to_list(self) -> list[list[Any]]:
+        """The table as JSON-able values: [module, shard id, name, ggml type, N, K]."""
+        return [
+            [module, list(shard) if isinstance(shard, tuple) else shard, *stored[:2], *stored.shape]
+            for module, entries in self._modules.items()
+            for shard, stored in entries.items()
+        ]
+
+    @classmethod
+    def from_list(cls, rows: Any) -> PackedTable:
+        """The table that ``to_list`` described.
+
+        Raises:
+            ConfigFileError: it is none.
+        """
+        modules: dict[str, dict[Any, StoredTensor]] = {}
+        for row in rows if isinstance(rows, list) else [rows]:
+            if not _is_row(row):
+                raise ConfigFileError(
+                    f"a table of packed tensors has a row {show(row)}, which is no [module, shard "
+                    "id, name, ggml type, N, K]"
+                )
+            module, shard, name, kind, N, K = row
+            shard = tuple(shard) if isinstance(shard, list) else shard
+            modules.setdefault(module, {})[shard] = StoredTensor(name, kind, (N, K))
+        return cls(modules)
+
     def shards(
         self, module: str, shards: Sequence[Shard], fusions: Mapping[str, Sequence[str]]
     ) -> list[StoredTensor] | None:
@@ -116,6 +145,20 @@ class PackedTable:
                 if tensor is not None:
                     found[shard_id] = tensor
         return found
+
+
+def _is_row(row: Any) -> bool:
+    """Whether values from a file are a row of ``to_list``."""
+    if not isinstance(row, list) or len(row) != 6:
+        return False
+    module, shard, name, kind, *shape = row
+    ids = shard if isinstance(shard, list) else [shard]
+    return (
+        all(isinstance(text, str) for text in (module, name, kind))
+        and row_unit(kind) is not None
+        and all(one is None or type(one) in (int, str) for one in ids)
+        and all(type(n) is int and 0 < n < 1 << 48 for n in shape)
+    )
 
 
 def _holds(key: Any, shard: Shard) -> bool:

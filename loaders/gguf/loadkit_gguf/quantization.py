@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from loadkit.errors import ModelError, OptionError
+from loadkit.errors import ConfigFileError, ModelError, OptionError
 from loadkit.file_checks import show
 from loadkit.quantization import LinearMethodBase, QuantizationConfig
 from loadkit.tracing.misfit import report_misfit
@@ -87,6 +87,21 @@ class GGUFConfig(QuantizationConfig):
             "quantization='gguf' keeps the blocks of a GGUF file, and this checkpoint is none",
             hint="give the .gguf file, or leave quantization out",
         )
+
+    def to_saved(self) -> dict[str, Any]:
+        return {"misaligned": self.misaligned, "tensors": self.table.to_list()}
+
+    @classmethod
+    def from_saved(cls, values: Mapping[str, Any]) -> GGUFConfig:
+        """The config that ``to_saved`` described.
+
+        Raises:
+            ConfigFileError: it is none.
+        """
+        misaligned = values.get("misaligned")
+        if misaligned not in ("error", "decode"):
+            raise ConfigFileError(f"misaligned is {show(misaligned)}: 'error' or 'decode'")
+        return cls(PackedTable.from_list(values.get("tensors")), misaligned=misaligned)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> GGUFLinearMethod | None:
         """A method for every layer that cuts a matrix; it decides once it knows the sizes."""
