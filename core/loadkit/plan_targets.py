@@ -41,6 +41,7 @@ from loadkit.tracing.leaks import Held
 from loadkit.tracing.program import resolve, resolve_region, walk
 from loadkit.tracing.replay import holes
 from loadkit.tracing.storage import Fill, Storage, Value
+from loadkit.tracing.view import View
 
 if TYPE_CHECKING:
     from loadkit.build import Built
@@ -116,7 +117,7 @@ class TargetFinder:
         target.may_alias = not repacked and storage.real is None
         self._overlaps(target, overlapping)
         if is_parameter:
-            self._require_written(target)
+            self._require_written(target, module)
         self.targets.append(target)
         rows = rows_of(target)
         self.rows += rows
@@ -143,12 +144,13 @@ class TargetFinder:
                 tensor=b[0],
             )
 
-    def _require_written(self, target: Target) -> None:
+    def _require_written(self, target: Target, module: nn.Module) -> None:
         """Every element of a parameter comes from somewhere, or is on a list with a reason."""
-        missing = sum(
-            missing_in(view, expr, untouched=self._is_untouched(target, expr))
+        counted = [
+            (missing_in(view, expr, untouched=self._is_untouched(target, expr)), view)
             for view, expr in target.pieces
-        )
+        ]
+        missing = sum(count for count, _ in counted)
         reads_nothing = unwritten(target.pieces)
         name = target.names[0]
         if reads_nothing:
@@ -172,7 +174,11 @@ class TargetFinder:
         total = target.view.numel
         what = "nothing" if missing == total else f"{missing} of {total} elements: nothing"
         if reason is None and self.job.strict:
-            self._missing(name, missing, total)
+            views = [view for count, view in counted if count]
+            for text in _said_by(module, target, views):
+                self._problem("MISSING", f"{text}: nothing is written to its part of {name}", name)
+            if name not in self._in_trouble:
+                self._missing(name, missing, total)
             return
         target.pieces = list(self._with_initial(target))
         why = reason or "strict=False"
@@ -349,6 +355,19 @@ def is_repacked(module: nn.Module) -> bool:
         return False
     own = getattr(type(method), "process_weights_after_loading", None)
     return own is not None and own is not QuantizeMethodBase.process_weights_after_loading
+
+
+def _said_by(module: nn.Module, target: Target, missing: list[View]) -> list[str]:
+    """What a module with ``describe_missing(name, spans)`` says of elements that nothing wrote."""
+    own = getattr(module, "describe_missing", None)
+    if not callable(own):
+        return []
+    start, step = target.view.offset, target.view.itemsize
+    spans = [
+        (low // step - start, high // step - start) for low, high in (v.span() for v in missing)
+    ]
+    said: list[str] = own(target.names[0].rpartition(".")[2], spans)
+    return said
 
 
 def _is_elsewhere(tensor: torch.Tensor, storage: Storage) -> bool:

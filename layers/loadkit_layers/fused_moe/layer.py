@@ -1,38 +1,30 @@
-"""``FusedMoE``: a layer's experts, cut over tp ranks and dealt to ep ranks, and how they load.
+"""``FusedMoE``: a layer's experts, cut over tp ranks and dealt to ep ranks.
 
 T tokens, D width, I inner width of an expert, E experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from collections.abc import Sequence
 
 import torch
 
-from loadkit.auto_weights_loader import AutoWeightsLoader
 from loadkit.config import ParallelConfig
-from loadkit.errors import ModelError, UsageError, WeightLoadError
-from loadkit.plan_targets import is_repacked
+from loadkit.errors import ModelError, UsageError
 from loadkit.quantization import FusedMoEMethodBase, QuantizationConfig
-from loadkit.sharded_name import ShardedName
-from loadkit.text import printable
-from loadkit.tracing import report_misfit
 from loadkit_layers.activation import get_act_and_mul_fn
 from loadkit_layers.communication import all_reduce
-from loadkit_layers.fused_moe.names import ExpertShard, find_place
 from loadkit_layers.fused_moe.parameter import ExpertParameter
 from loadkit_layers.fused_moe.ranks import ExpertRanks
 from loadkit_layers.fused_moe.routing import Router
+from loadkit_layers.fused_moe.tensors import ExpertTensors, Layout
 from loadkit_layers.fused_moe.unquantized import UnquantizedFusedMoEMethod
 from loadkit_layers.sharding import Shard, require_divisible
 
 __all__ = ["FusedMoE"]
 
-Layout = Literal["output_input", "input_output"]
 
-
-class FusedMoE(torch.nn.Module):
+class FusedMoE(ExpertTensors):
     """E experts ``down(act(gate(x)) * up(x))`` of which each token uses a few.
 
     ``w13_weight [slots, 2 I/R, D]`` holds gate and up, ``w2_weight [slots, D, I/R]`` down, of the
@@ -74,21 +66,18 @@ class FusedMoE(torch.nn.Module):
         disk_layout: Layout = "output_input",
         disk_names: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> None:
-        super().__init__()
-        self.router, self.num_experts = router, router.num_experts
+        ranks = ExpertRanks.of(parallel, router.num_experts, prefix)
+        super().__init__(ranks, prefix, disk_layout, disk_names)
+        self.router, self.parallel = router, parallel
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
-        self.parallel, self.prefix = parallel, prefix
         self.quant_config, self.reduce_results = quant_config, reduce_results
-        self.disk_layout, self.disk_names = disk_layout, tuple(disk_names)
         self.params_dtype = params_dtype or torch.get_default_dtype()
-        self.ranks = ExpertRanks.of(parallel, self.num_experts, prefix)
         self.tp_rank, self.tp_size = self.ranks.tp_rank, self.ranks.tp_size
         require_divisible(prefix, self.tp_size, [intermediate_size], unit="expert width")
         self.intermediate_size_per_partition = size = intermediate_size // self.tp_size
         self.w13_shards = (Shard("w1", 0, 0, size), Shard("w3", 1, size, size))
         self.w2_shards = (Shard("w2", 0, 0, hidden_size, replicas=self.tp_size),)
         self.act_fn = get_act_and_mul_fn(activation)
-        self._slots, self._elsewhere = self.ranks.slots(), self.ranks.elsewhere()
         self.quant_method = self._method()
         self.quant_method.create_weights(
             self,
@@ -126,153 +115,6 @@ class FusedMoE(torch.nn.Module):
             setattr(param, "parameter_name", path)  # noqa: B010
             if isinstance(param, ExpertParameter):
                 param.member_attrs["parameter_name"] = path
-
-    # -- loading ---------------------------------------------------------------------------------
-
-    def skip_weight(self, name: str) -> str | None:
-        """Why this rank holds nothing of the tensor ``name`` (relative to the layer), or None."""
-        return self._elsewhere.get(name.partition(".")[0])
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Place tensors under names relative to the layer; gives the parameters that got any.
-
-        One expert's: ``5.gate_proj.weight``, ``5.w1.weight``, ``5.gate_up_proj.weight`` (gate and
-        up fused); all experts' in one: ``gate_up_proj``, ``down_proj``, ``w1``, ...
-
-        Raises:
-            WeightLoadError: a tensor without a place, or one that does not fit.
-        """
-        return AutoWeightsLoader(self).load_weights(self._placed(weights))
-
-    def _placed(
-        self, weights: Iterable[tuple[str, torch.Tensor]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors under their parameters' names, those of other ranks left out."""
-        for name, tensor in weights:
-            if (reason := self.skip_weight(name)) is not None:
-                place = ShardedName(name, like=name)
-                report_misfit("SKIPPED", name=place.checkpoint_name, message=reason)
-                continue
-            found = find_place(str(name), getattr(name, "shard_id", None))
-            if found is None or found[0] not in self._parameters:
-                yield name, tensor
-            elif found[1].expert is not None and found[1].expert >= self.num_experts:
-                self._refuse(ShardedName(name, like=name), found[1].expert)
-            else:
-                yield ShardedName(found[0], found[1], like=name), tensor
-
-    def _refuse(self, name: ShardedName, expert: int) -> None:
-        """Report, or raise, that a checkpoint has more experts than the config."""
-        message = (
-            f"tensor '{printable(name.checkpoint_name)}' is of expert {expert}; the config has "
-            f"{self.num_experts} experts, 0 to {self.num_experts - 1}"
-        )
-        hint = "check the number of experts in config.json"
-        if not report_misfit(
-            "UNEXPECTED", name=name.checkpoint_name, target=name.path, message=message, hint=hint
-        ):
-            raise WeightLoadError(
-                message,
-                code="UNEXPECTED_TENSOR",
-                tensor=name.checkpoint_name,
-                parameter=name.path,
-                detail={"expert": expert, "experts": self.num_experts},
-                hint=hint,
-            )
-
-    def weight_loader(
-        self,
-        param: torch.nn.Parameter,
-        loaded_weight: torch.Tensor,
-        weight_name: str | ExpertShard = "",
-        shard_id: str | None = None,
-        expert_id: int | None = None,
-        return_success: bool = False,
-    ) -> bool | None:
-        """Copy this rank's part of a checkpoint tensor into one of the layer's parameters.
-
-        Args:
-            param: an ``ExpertParameter`` of this layer.
-            loaded_weight: one expert's tensor, or all experts' with a dim before.
-            weight_name: its name, for nothing; an ``ExpertShard`` here says the next two.
-            shard_id: "w1" (gate), "w3" (up) or "w2" (down); None: all that the parameter has.
-            expert_id: which expert, over all ranks; None: all of them.
-            return_success: say whether this rank has the expert.
-
-        Raises:
-            WeightLoadError: no such shard or expert, or the shapes do not fit.
-        """
-        if isinstance(weight_name, ExpertShard):
-            shard_id, expert_id = weight_name
-        if not isinstance(param, ExpertParameter):
-            raise WeightLoadError(
-                f"a parameter of layer {self.prefix} is a {type(param).__name__}",
-                hint="a method for experts makes its parameters as ExpertParameter",
-            )
-        if expert_id is None:
-            slots = [(slot, expert) for expert, own in self._slots.items() for slot in own]
-            whole = self._of_all_experts(param, loaded_weight)
-            for slot, expert in sorted(slots):
-                param.load_expert(self._turned(whole.select(0, expert)), slot, shard_id)
-            return True if return_success else None
-        if not 0 <= expert_id < self.num_experts:
-            raise WeightLoadError(
-                f"layer {self.prefix} has no expert {expert_id}; it has {self.num_experts}",
-                detail={"expert": expert_id, "experts": self.num_experts},
-            )
-        own = self._slots.get(expert_id, ())
-        for slot in own:
-            param.load_expert(self._turned(loaded_weight), slot, shard_id)
-        return bool(own) if return_success else None
-
-    def _turned(self, loaded_weight: torch.Tensor) -> torch.Tensor:
-        """One expert's tensor as outputs x inputs."""
-        if self.disk_layout == "input_output" and loaded_weight.dim() > 1:
-            return loaded_weight.transpose(-1, -2)
-        return loaded_weight
-
-    def _of_all_experts(self, param: ExpertParameter, loaded: torch.Tensor) -> torch.Tensor:
-        """A tensor whose first dim counts all experts."""
-        if loaded.dim() and loaded.shape[0] == self.num_experts:
-            return loaded
-        found = f"{loaded.shape[0]} experts" if loaded.dim() == param.dim() else "no experts"
-        raise WeightLoadError(
-            f"the checkpoint tensor is {list(loaded.shape)}, {found}; layer {self.prefix} has "
-            f"{self.num_experts} experts",
-            parameter=param.parameter_name or None,
-            detail={"checkpoint_shape": list(loaded.shape), "experts": self.num_experts},
-            hint="check the number of experts in config.json",
-        )
-
-    # -- what is where ---------------------------------------------------------------------------
-
-    def checkpoint_names(self, name: str) -> list[tuple[str, ExpertShard]] | None:
-        """The checkpoint tensors that parameter ``name`` is made of, relative to the layer."""
-        head, _, suffix = name.partition("_")
-        gate, up, down = self.disk_names
-        parts = {"w13": (("w1", gate), ("w3", up)), "w2": (("w2", down),)}.get(head)
-        if parts is None:
-            return None
-        return [
-            (f"{expert}.{projection}.{suffix}", ExpertShard(shard_id, expert))
-            for expert in sorted(self._slots)
-            for shard_id, projection in parts
-        ]
-
-    def checkpoint_part(self, name: str, shard_id: ExpertShard | None) -> torch.Tensor | None:
-        """The checkpoint tensor that is a part of parameter ``name``: a view.
-
-        None where the layer's method changed the weights after loading: then it has to say.
-        """
-        param = None if is_repacked(self) else self._parameters.get(name)
-        if not isinstance(shard_id, ExpertShard) or not isinstance(param, ExpertParameter):
-            return None
-        part, expert = shard_id
-        if expert is None or part is None or expert not in self._slots:
-            return None
-        return self._turned(param.part(self._slots[expert][0], part))
-
-    # -- forward ---------------------------------------------------------------------------------
 
     def forward(
         self,
