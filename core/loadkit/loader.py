@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,9 +15,11 @@ from torch import nn
 from loadkit import plugins
 from loadkit.build import build
 from loadkit.errors import LoadkitError, ModelError
+from loadkit.failed_load import let_go
 from loadkit.finish import check_ready, place, process_weights_after_loading, tell_loaded
 from loadkit.load_plan import LoadPlan
 from loadkit.local_memory import reshard
+from loadkit.meta_buffers import complete_buffers
 from loadkit.origin import origin_of, remember, remember_load
 from loadkit.plan import Planned, collector_paused, make_plan, plan_without_model
 from loadkit.progress import Progress
@@ -50,6 +53,7 @@ def run_line(job: Job, watch: Stopwatch | None = None) -> LoadResult:
     """
     watch = watch or Stopwatch()
     plan: LoadPlan | None = None
+    before = sys.exception()
     try:
         with PeakMeter(device=job.device) as meter:
             with watch.step("build"), collector_paused():
@@ -82,8 +86,10 @@ def run_line(job: Job, watch: Stopwatch | None = None) -> LoadResult:
         result = LoadResult(planned.model, report, plan)
         plugins.call("load_finished", result=result)
         return result
-    except LoadkitError as error:
-        plugins.call("load_failed", error=error, plan=plan)
+    except BaseException as error:
+        if isinstance(error, LoadkitError):
+            plugins.call("load_failed", error=error, plan=plan)
+        let_go(error, before)
         raise
     finally:
         job.close()
@@ -149,6 +155,7 @@ def _finish(job: Job, planned: Planned) -> None:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device.type == "cpu":
                     module._buffers[name] = buffer.to(job.device)
+    complete_buffers(model, torch.device(job.device))
     check_ready(model)
     for file in job.source.opened():
         file.check_unchanged()
