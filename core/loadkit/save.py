@@ -70,6 +70,8 @@ class SaveReport:
         copied: files that came from the source.
         not_copied: files of the source that could not be had, with the reason.
         seconds: wall time.
+        missing_ranks: of a model that several ranks hold, those that have not saved yet; until
+            they have, the folder is as it was.
     """
 
     path: Path
@@ -80,6 +82,7 @@ class SaveReport:
     copied: tuple[str, ...] = ()
     not_copied: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
+    missing_ranks: tuple[int, ...] = ()
 
 
 def save(
@@ -91,6 +94,7 @@ def save(
     config: Any = None,
     mapper: WeightsMapper | None = None,
     metadata: Mapping[str, str] | None = None,
+    model_loader_extra_config: Mapping[str, Any] | None = None,
 ) -> SaveReport:
     """Write a model under its Hugging Face names, with its config.json and tokenizer files.
 
@@ -103,8 +107,12 @@ def save(
     it that are no part of a checkpoint stay. It may be the folder that the model was loaded from,
     and that its parameters are views of: no byte of an existing file is overwritten.
 
+    With ``save_format="sharded_state"`` each rank writes what it holds, as it holds it: fused,
+    sharded, post-processed or not. The folder changes when the last rank is done.
+
     Args:
-        model: loaded or built by loadkit, or any module, at tp 1, on any device.
+        model: loaded or built by loadkit, or any module, on any device; at tp 1, unless the format
+            keeps ranks' parts.
         path: the folder; made with its parents where it is missing.
         save_format: "safetensors", or a load format whose loader has ``save_model``.
         max_shard_bytes: most bytes of tensors in one file, where no single tensor is larger.
@@ -112,6 +120,7 @@ def save(
             None: the one the model was loaded with, its overrides applied.
         mapper: checkpoint names to the model's; None: the class's, or what ``load_into`` got.
         metadata: strings for ``__metadata__`` of each file, besides ``format: pt``.
+        model_loader_extra_config: options of the save_format's loader.
 
     Raises:
         UsageError: PARTIAL_MODEL, this process holds a rank's part; QUANTIZED, weights that are
@@ -126,9 +135,19 @@ def save(
     started = time.perf_counter()
     _check_options(max_shard_bytes)
     if save_format != "safetensors":
+        if mapper is not None:
+            raise OptionError(f"save_format {save_format!r} keeps the model's names: no mapper")
         return _save_by_loader(
-            save_format, model, path, max_shard_bytes=max_shard_bytes, metadata=metadata
+            save_format,
+            model,
+            path,
+            max_shard_bytes=max_shard_bytes,
+            config=config,
+            metadata=metadata,
+            extra_config=model_loader_extra_config,
         )
+    if model_loader_extra_config:
+        raise OptionError("save_format 'safetensors' has no model_loader_extra_config")
     origin = origin_of(model)
     _check_whole(origin)
     check_ready(model)
@@ -233,7 +252,7 @@ def _write(
     with AtomicFolder(path, is_replaced) as folder:
         for name, file in files:
             with folder.create(name) as out:
-                for block in _blocks(file):
+                for block in file_blocks(file):
                     out.write(block)
         for name, data in other.items():
             with folder.create(name) as out:
@@ -253,7 +272,7 @@ def _write(
     return tuple(names)
 
 
-def _blocks(file: File) -> Iterator[bytes]:
+def file_blocks(file: File) -> Iterator[bytes]:
     """A source's file, a block at a time."""
     for start in range(0, file.size, BLOCK):
         yield file.read(start, min(BLOCK, file.size - start))

@@ -1,0 +1,216 @@
+"""``ShardedStateLoader``: what a rank holds, from its own files; other topologies are cut anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from loadkit import tables
+from loadkit.base_loader import BaseModelLoader
+from loadkit.errors import ConfigFileError, ShardedError
+from loadkit.file_checks import show
+from loadkit.manifest import MANIFEST, Manifest, Topology
+from loadkit.options import OptionSpec
+from loadkit.quantization import check_act_dtype, get_quantization_config
+from loadkit.tensor_info import torch_dtype
+from loadkit.tracing.given import Given
+from loadkit_sharded_state.artefact import Artefact, open_artefact
+from loadkit_sharded_state.assemble import assembled, check_reshardable
+from loadkit_sharded_state.by_key import place_by_key, state_of
+from loadkit_sharded_state.layouts import layout_versions
+from loadkit_sharded_state.pattern import DEFAULT_PATTERN, FilePattern
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from loadkit.config import LoadConfig
+    from loadkit.model_config import ModelConfig
+    from loadkit.quantization import QuantizationConfig
+    from loadkit.save import SaveReport
+
+__all__ = ["ShardedStateLoader"]
+
+
+class ShardedStateLoader(BaseModelLoader):
+    """Loads files of single ranks.
+
+    At the topology that they were saved at, each rank takes its own files' tensors by key, which
+    on a CPU are views of them. At another one the checkpoint's tensors are put together from all
+    ranks' parts, and the model's own loading code cuts what this rank holds.
+
+    ``runai_streamer_sharded`` is the same files read by the reader ``runai``, where that is
+    installed and no other reader is named.
+    """
+
+    options: ClassVar[Mapping[str, OptionSpec]] = {
+        "pattern": OptionSpec(
+            "pattern",
+            str,
+            DEFAULT_PATTERN,
+            "what the files are called where no manifest names them; {rank} and {part}",
+        ),
+    }
+
+    save_options: ClassVar[Mapping[str, OptionSpec]] = {
+        "save_id": OptionSpec(
+            "save_id",
+            str,
+            "",
+            "one word for the ranks of one save, where they are processes of no process group",
+        ),
+    }
+
+    _artefact: Artefact | None = None
+    _numbers: tuple[int, bool] | None = None
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        super().__init__(load_config)
+        self._pattern = FilePattern(str(self.extra_config["pattern"]))
+        streamed = load_config.load_format == "runai_streamer_sharded"
+        if streamed and load_config.reader == "auto" and "runai" in tables.readers.names():
+            self.load_config = replace(load_config, reader="runai")
+
+    # -- what is there -------------------------------------------------------------------------
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """Find the rank files and decide how they are loaded, so that what is missing is known.
+
+        Raises:
+            ShardedError: E_SHARDED, files or ranks are missing, or they are of another topology
+                and cannot be cut anew.
+        """
+        artefact, manifest = self.artefact, self.artefact.manifest
+        asked = Topology.of(self.parallel)
+        self.by_key = asked == artefact.topology
+        self.processed = manifest is not None and manifest.layout == "runtime-processed"
+        if self.by_key:
+            self.files = list(artefact.files[self.rank])
+            if manifest is not None:
+                self.whole_tensors = {
+                    name: Given(one.shape, torch_dtype(one.dtype), one.stored or name)
+                    for name, one in manifest.tensors.items()
+                }
+            return
+        check_reshardable(manifest, str(asked), str(artefact.topology))
+        self.files = [name for names in artefact.files.values() for name in names]
+
+    @property
+    def artefact(self) -> Artefact:
+        """The rank files of the source."""
+        if self._artefact is None:
+            self._artefact = open_artefact(self.source, self._pattern)
+        return self._artefact
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """Their manifest, if there is one."""
+        return self.artefact.manifest
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank's files, at the topology that is loaded."""
+        return Topology.of(self.parallel).rank_of(self.parallel)
+
+    def get_quant_config(self, model_config: ModelConfig) -> QuantizationConfig | None:
+        """The quantisation that the parameters were saved in.
+
+        Raises:
+            ConfigFileError: another one was asked for.
+        """
+        saved = None if self.manifest is None else self.manifest.quantization
+        if saved is None:
+            return super().get_quant_config(model_config)
+        if model_config.quantization not in (None, saved.method):
+            raise ConfigFileError(
+                f"{MANIFEST} says quantization {show(saved.method)}, and "
+                f"{show(model_config.quantization)} was asked for",
+                file=MANIFEST,
+                hint="leave quantization out",
+            )
+        if saved.config is None:
+            named = replace(model_config, quantization=saved.method)
+            return super().get_quant_config(named)
+        cls = get_quantization_config(saved.method)
+        check_act_dtype(cls, model_config)
+        return cls.from_saved(saved.config)
+
+    # -- loading -------------------------------------------------------------------------------
+
+    def catalogue(self, model_config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's tensors by their parameters' names, or the checkpoint's, put together.
+
+        Raises:
+            ShardedError: a file is not what the manifest says, or a tensor is not one whole.
+            FormatError: a header breaks a rule.
+        """
+        if self.by_key:
+            for name, stored in self.artefact.tensors_of(self.rank).items():
+                yield name, stored.lazy
+            return
+        manifest = self.manifest
+        if manifest is not None:
+            yield from assembled(self.artefact, manifest, self.rank)
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        """Place this rank's tensors by key, or let the model cut the checkpoint's.
+
+        Raises:
+            ShardedError: the layout that post-processing makes here is another than was saved.
+        """
+        if not self.by_key:
+            model.load_weights(  # type: ignore[operator]  # every model has it
+                self.get_all_weights(model_config, model)
+            )
+            return
+        entry = None if self.manifest is None else self.manifest.rank(self.rank)
+        if self.processed:
+            self._check_layout(model)
+        weights = self.catalogue(model_config)
+        if self.manifest is None:
+            weights = self._without_doubles(model, weights)
+        place_by_key(
+            model,
+            weights,
+            tied={} if entry is None else entry.tied,
+            processed=self.processed,
+        )
+
+    def _without_doubles(
+        self, model: nn.Module, weights: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Of several names of one parameter, the first: others write the same dict of state."""
+        state, done = state_of(model), set[int]()
+        for name, tensor in weights:
+            target = state.get(name)
+            if target is not None and id(target) in done:
+                self.skipped_tensors[name] = "another name of a parameter that has its tensor"
+                continue
+            done.add(id(target))
+            yield name, tensor
+
+    def _check_layout(self, model: nn.Module) -> None:
+        """The layouts that this loadkit makes are those that were saved."""
+        saved = {} if self.manifest is None else dict(self.manifest.layout_versions)
+        here = layout_versions(model)
+        if saved != here:
+            names = sorted({name for name in saved | here if saved.get(name) != here.get(name)})
+            said = "; ".join(
+                f"{show(name)}: saved {saved.get(name, 'not')}, here {here.get(name, 'none')}"
+                for name in names
+            )
+            raise ShardedError(
+                f"the weights are in a layout that post-processing made, and it is another one "
+                f"here: {said}",
+                file=MANIFEST,
+                detail={"saved": saved, "here": here},
+                hint="save the model again with this version",
+            )
+
+    @classmethod
+    def save_model(cls, model: nn.Module, path: Any, **options: Any) -> SaveReport:
+        """See ``loadkit.save`` with ``save_format="sharded_state"``."""
+        from loadkit_sharded_state.save import save_rank
+
+        return save_rank(model, path, {**cls.options, **cls.save_options}, **options)
