@@ -29,7 +29,8 @@ from loadkit.config import LoadConfig
 from loadkit.readers import runs
 from loadkit.readers.base import Extent, Place, Reader
 from loadkit.readers.mmap import MmapReader
-from loadkit.readers.pread import GAP, SPAN, PreadReader
+from loadkit.readers.pread import PreadReader
+from loadkit.readers.rows import GAP, SPAN
 from loadkit.readers.runs import LONG_ROW
 from loadkit.sources.local_file import LocalFile
 

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from loadkit.readers import mmap, pread, runs
+from loadkit.readers import mmap, pread, rows, runs
 from loadkit.readers.base import Extent, Place, Reader, Survey
 from loadkit.readers.direct import DirectReader
 from loadkit.readers.mmap import MmapReader
-from loadkit.readers.pread import GAP, PreadReader
+from loadkit.readers.pread import PreadReader
+from loadkit.readers.rows import GAP
 from loadkit.readers.runs import LONG_ROW
 from loadkit.sources.local_file import LocalFile
 
@@ -94,5 +95,5 @@ def mixed_extents(file: LocalFile) -> list[Extent]:
 
 def small_pieces(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     """Cut the work into pieces of this size, so that little work needs many threads."""
-    for module in (runs, pread, mmap):
+    for module in (runs, rows, pread, mmap):
         monkeypatch.setattr(module, "PIECE", nbytes)

@@ -110,7 +110,10 @@ class DirectReader(Reader):
         self, file: File, descriptor: int, start: int, end: int, inside: Sequence[Extent]
     ) -> int:
         """Read one window and hand it on."""
-        memory = self._buffers.pop() if self._buffers else _new_buffer()
+        try:
+            memory = self._buffers.pop()
+        except IndexError:  # all are in use, in this thread or in others
+            memory = mmap.mmap(-1, WINDOW, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         try:
             address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
             pieces = _in_place(inside, start, end)
@@ -127,10 +130,6 @@ class DirectReader(Reader):
         finally:
             self._buffers.append(memory)
         return min(end, file.size) - start
-
-
-def _new_buffer() -> mmap.mmap:
-    return mmap.mmap(-1, WINDOW, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def takes_direct(file: File) -> bool:

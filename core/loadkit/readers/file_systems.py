@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from loadkit.sources.base import File
 
-__all__ = ["file_system_of", "may_alias"]
+__all__ = ["file_system_of", "is_local", "may_alias"]
 
 # A page fault in these is served by this kernel from its own disk or memory. All others (nfs,
 # cifs, fuse, lustre, 9p, ceph ...) may block on another machine or process, or lose pages.
@@ -23,6 +23,13 @@ LOCAL_FILE_SYSTEMS = frozenset(
     }
 )
 _MOUNTS = Path("/proc/self/mountinfo")
+
+
+def is_local(file: File) -> bool:
+    """Whether page faults in an open file block on nothing but this machine's own disks."""
+    if file.path is None or sys.platform != "linux":
+        return False
+    return file_system_of(file.path, os.fstat(file.fileno()).st_dev) in LOCAL_FILE_SYSTEMS
 
 
 def may_alias(file: File) -> tuple[bool, str]:

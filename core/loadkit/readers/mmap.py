@@ -1,15 +1,16 @@
 """The reader that maps files: parameters become views, and strided rows are copied from the map.
 
-Runs are read as ``pread`` reads them: as fast as a copy from the map, and safe. So are rows that lie
-further apart than ``NEAR`` (a page fault would read what is between them), and everything that is
-no view on a file system that is not local: a fault inside a copy may block there for good. Views of
-cold files are asked for in advance, byte for byte: faults would read megabytes around them, which
-belong to other ranks (eighths of 8 MiB tensors: 64 MiB from the disk in place of 511). A mapping is
-private (writes to a view never reach the file) and is unmapped when the reader and the last view
-have let go of it, never earlier. Before rows are copied their pages are populated: a page that
-cannot be had is then an error code and not a SIGBUS. A file that is cut in the moment between
-that call and the copy still kills the process, as does touching a view of a file that was cut;
-the ``pread`` reader is for files that others write.
+Runs are read as ``pread`` reads them: as fast as a copy from the map, and safe. So are rows that
+lie further apart than ``NEAR`` (a page fault would read what is between them), and everything that
+is no view on a file system that is not local: a fault inside a copy may block there for good. Views
+of cold files are asked for in advance, byte for byte: faults would read megabytes around them,
+which belong to other ranks (eighths of 8 MiB tensors: 64 MiB from the disk in place of 511).
+
+A mapping is private (writes to a view never reach the file) and is unmapped when the reader and the
+last view have let go of it, never earlier. Before rows are copied, or worked on in a view, their
+pages are populated: a page that cannot be had is then an error code and not a SIGBUS. A file that
+is cut in the moment between that call and the copy still kills the process, as does touching a view
+of a file that was cut; the ``pread`` reader is for files that others write.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from loadkit.text import printable
 if TYPE_CHECKING:
     from loadkit.sources.base import File
 
-__all__ = ["LONG_ROW", "PARTS", "PIECE", "fill", "pull", "survey", "tasks"]
+__all__ = ["LONG_ROW", "PARTS", "PIECE", "fill", "pull", "survey", "tasks", "what_to_do"]
 
 PIECE = 8 << 20  # bytes of one task
 LONG_ROW = 4 << 10  # touching rows from here on land in place; shorter ones are staged or copied
@@ -200,7 +200,7 @@ def pull(
                 file=file.name,
                 tensor=owner.tensor,
                 offset=offset,
-                hint=_what_to_do(error.errno, direct=descriptor is not None),
+                hint=what_to_do(error.errno, direct=descriptor is not None),
             ) from error
         if got:
             return got
@@ -214,7 +214,7 @@ def pull(
         )
 
 
-def _what_to_do(number: int | None, *, direct: bool) -> str:
+def what_to_do(number: int | None, *, direct: bool = False) -> str:
     """What helps against a failed read."""
     if direct and number in (errno.EINVAL, errno.EOPNOTSUPP):
         return "its file system has no O_DIRECT: choose the reader 'auto' or 'pread'"
