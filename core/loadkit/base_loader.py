@@ -52,11 +52,14 @@ class BaseModelLoader(ABC):
             placed by name, and nothing maps or cuts them.
         processed: they were post-processed before they were saved: that is not done again.
         whole_tensors: the checkpoint tensors behind them, where that is known.
+        reads_checkpoint: False where its files hold parts of a model's parameters: then a plan's
+            rows say nothing of a checkpoint's tensors.
     """
 
     options: ClassVar[Mapping[str, OptionSpec]] = {}
     load_options: ClassVar[frozenset[str]] = frozenset()
     needs_source: ClassVar[bool] = True
+    reads_checkpoint: ClassVar[bool] = True
     by_key: bool = False
     processed: bool = False
     whole_tensors: Mapping[str, Given] | None = None

@@ -3,7 +3,8 @@
 The rules, in this order; the first that fits decides:
 
 1. a single file that was named: its suffix;
-2. ``model-rank-R-part-P.safetensors``: ``sharded_state``;
+2. ``model-rank-R-part-P.safetensors``, or, without any of the others, what a save by several
+   ranks left that was not finished: ``sharded_state`` (which says what is missing);
 3. any other ``*.safetensors`` in Hugging Face's names: ``safetensors`` (also where ``.bin``,
    ``.gguf`` or ``consolidated*`` files lie beside it);
 4. only ``consolidated*.safetensors``: ``mistral``;
@@ -54,6 +55,7 @@ _VARIANT = re.compile(
     r"(?:-\d+-of-\d+)?\.(?:safetensors|bin|pt|pth)$"
 )
 _ADAPTER = re.compile(r"(adapter_model|adapters?)\b.*\.(safetensors|bin|pt)$")
+_UNFINISHED = re.compile(r"loadkit-unfinished-[^/]*/")
 _SHOWN = 20  # names in a message
 
 
@@ -116,6 +118,8 @@ def detect_load_format(listing: Sequence[FileInfo], config: Any = None) -> Detec
         if others:
             why += f"; it goes before {', '.join(others[:3])}"
         return Detected(load_format, why)
+    if any(_UNFINISHED.match(info.name) for info in listing):
+        return Detected("sharded_state", "there is a save by several ranks that was not finished")
     raise no_weights(listing, "auto", [p for group in FORMAT_PATTERNS.values() for p in group])
 
 

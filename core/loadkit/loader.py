@@ -80,7 +80,7 @@ def run_line(job: Job, watch: Stopwatch | None = None) -> LoadResult:
             planned.recorder.yielded,
             architecture=job.architecture if job.module is None else "",
             given=planned.recorder.given if not job.loader.by_key else job.loader.whole_tensors,
-            by_key=job.loader.by_key,
+            indirect=not job.loader.reads_checkpoint,
         )
         report = _report(job, planned, done, watch, meter)
         result = LoadResult(planned.model, report, plan)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from loadkit.mapper import WeightsMapper
     from loadkit.tracing.given import Given
 
-__all__ = ["Origin", "origin_of", "remember", "remember_load"]
+__all__ = ["Origin", "origin_of", "remember", "remember_load", "with_plan"]
 
 _ATTRIBUTE = "loadkit_origin"
 
@@ -38,8 +38,7 @@ class Origin:
         sizes: parameter or buffer -> its shape when it was loaded.
         buffers: the buffers among them.
         given: what the model's ``load_weights`` was given, by name.
-        by_key: the last load placed parameters by their own names: ``rows`` say nothing of
-            checkpoint tensors.
+        indirect: the last load did not read checkpoint tensors: ``rows`` say nothing of them.
     """
 
     config: LoadkitConfig
@@ -51,7 +50,7 @@ class Origin:
     sizes: Mapping[str, Shape] = field(default_factory=dict)
     buffers: frozenset[str] = frozenset()
     given: Mapping[str, Given] = field(default_factory=dict)
-    by_key: bool = False
+    indirect: bool = False
 
     @property
     def is_loaded(self) -> bool:
@@ -81,7 +80,7 @@ def remember_load(
     *,
     architecture: str,
     given: Mapping[str, Given] | None = None,
-    by_key: bool = False,
+    indirect: bool = False,
 ) -> None:
     """Note a load that is done; of several loads into one module, the last word per parameter.
 
@@ -90,31 +89,10 @@ def remember_load(
         config: its bundle.
         plan: the plan that was executed.
         offered: the names under which tensors were given to the model's ``load_weights``.
-        architecture, given, by_key: as in ``Origin``.
+        architecture, given, indirect: as in ``Origin``.
     """
-    rows: dict[str, list[Row]] = {}
-    for row in plan.rows:
-        if row.parameter is not None:
-            rows.setdefault(row.parameter, []).append(row)
-    shapes: dict[str, Shape] = {}
-    sizes: dict[str, Shape] = {}
-    for target in plan.targets:
-        for _, expr in target.pieces:
-            shapes.update((i.leaf.name, i.leaf.size) for i in walk(expr) if isinstance(i, Src))
-        for name in target.names:
-            sizes[name] = target.view.size
-            rows.setdefault(name, rows.get(target.names[0], []))
-    new = Origin(
-        config=config,
-        architecture=architecture,
-        offered=frozenset(offered),
-        shapes=shapes,
-        rows={name: tuple(found) for name, found in rows.items()},
-        sizes=sizes,
-        buffers=frozenset(t.names[0] for t in plan.targets if not t.is_parameter),
-        given=dict(given or {}),
-        by_key=by_key,
-    )
+    new = with_plan(Origin(config, architecture), plan, offered)
+    new = replace(new, given=dict(given or {}), indirect=indirect)
     old = origin_of(model)
     if old is not None:
         new = replace(
@@ -127,3 +105,27 @@ def remember_load(
             given={**old.given, **new.given},
         )
     remember(model, new)
+
+
+def with_plan(origin: Origin, plan: LoadPlan, offered: Iterable[str]) -> Origin:
+    """An origin whose rows, shapes, sizes and buffers are a plan's."""
+    rows: dict[str, list[Row]] = {}
+    for row in plan.rows:
+        if row.parameter is not None:
+            rows.setdefault(row.parameter, []).append(row)
+    shapes: dict[str, Shape] = {}
+    sizes: dict[str, Shape] = {}
+    for target in plan.targets:
+        for _, expr in target.pieces:
+            shapes.update((i.leaf.name, i.leaf.size) for i in walk(expr) if isinstance(i, Src))
+        for name in target.names:
+            sizes[name] = target.view.size
+            rows.setdefault(name, rows.get(target.names[0], []))
+    return replace(
+        origin,
+        offered=frozenset(offered),
+        shapes=shapes,
+        rows={name: tuple(found) for name, found in rows.items()},
+        sizes=sizes,
+        buffers=frozenset(t.names[0] for t in plan.targets if not t.is_parameter),
+    )

@@ -21,6 +21,7 @@ from loadkit.errors import PathError, TraceError
 from loadkit.execution import Target
 from loadkit.load_plan import LoadPlan, Region
 from loadkit.manifest import Box
+from loadkit.origin import Origin, with_plan
 from loadkit.plan import Planned, make_plan
 from loadkit.resolve import Job
 from loadkit.sources.base import File, FileInfo, Source
@@ -32,7 +33,7 @@ from loadkit.tracing.recorder import active_recorder
 from loadkit.tracing.storage import GeneratedLeaf
 from loadkit.tracing.view import View
 
-__all__ = ["Boxes", "boxes_of", "retrace"]
+__all__ = ["Boxes", "boxes_of", "checkpoint_origin", "retrace"]
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 Place = Callable[[nn.Module, Weights], object]
@@ -74,7 +75,7 @@ class Boxes:
     """Parameters (and buffers) as parts of checkpoint tensors.
 
     Attributes:
-        of: parameter -> its parts.
+        of: parameter -> its parts; none where it is all padding.
         unknown: parameter -> why its parts are not known.
         used: the names of the checkpoint tensors among them.
     """
@@ -104,10 +105,25 @@ def boxes_of(plan: LoadPlan, given: Mapping[str, Given]) -> Boxes:
         except _UnknownError as error:
             found.unknown.setdefault(name, str(error))
             continue
-        if boxes and name not in found.unknown:
+        if name not in found.unknown:
             found.of[name] = boxes
             found.used.update(box.tensor for box in boxes)
     return found
+
+
+def checkpoint_origin(model: nn.Module, origin: Origin | None) -> Origin | None:
+    """What a model remembers, in terms of checkpoint tensors.
+
+    A model that was loaded from parts of parameters remembers which checkpoint tensors those were
+    parts of, if its files said so: the plan of loading them is made.
+    """
+    if origin is None or not origin.indirect:
+        return origin
+    bare = replace(origin, rows={}, shapes={}, offered=frozenset(origin.given), indirect=False)
+    if not origin.given or not origin.architecture:
+        return bare
+    given = {name: one._replace(stored=name) for name, one in origin.given.items()}
+    return with_plan(bare, retrace(origin.config, type(model), given).plan, given)
 
 
 class _UnknownError(Exception):

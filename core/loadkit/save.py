@@ -21,6 +21,7 @@ from loadkit.atomic_folder import AtomicFolder
 from loadkit.errors import OptionError, UnknownNameError, UsageError
 from loadkit.finish import check_ready
 from loadkit.origin import Origin, origin_of
+from loadkit.retrace import checkpoint_origin
 from loadkit.safetensors_writer import (
     BLOCK,
     Entry,
@@ -148,7 +149,7 @@ def save(
         )
     if model_loader_extra_config:
         raise OptionError("save_format 'safetensors' has no model_loader_extra_config")
-    origin = origin_of(model)
+    origin = checkpoint_origin(model, origin_of(model))
     _check_whole(origin)
     check_ready(model)
     header = check_metadata(metadata or {})

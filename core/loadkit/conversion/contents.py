@@ -129,7 +129,7 @@ def planned_load(job: Job) -> Iterator[Planned]:
                 planned.recorder.yielded,
                 architecture=job.architecture,
                 given=job.loader.whole_tensors if job.loader.by_key else planned.recorder.given,
-                by_key=job.loader.by_key,
+                indirect=not job.loader.reads_checkpoint,
             )
         yield planned
     finally:

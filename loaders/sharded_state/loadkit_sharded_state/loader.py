@@ -62,8 +62,8 @@ class ShardedStateLoader(BaseModelLoader):
         ),
     }
 
+    reads_checkpoint: ClassVar[bool] = False
     _artefact: Artefact | None = None
-    _numbers: tuple[int, bool] | None = None
 
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(load_config)
