@@ -17,6 +17,7 @@ from loadkit.origin import Origin, origin_of, remember_load
 from loadkit.plan import Planned, collector_paused, make_plan
 from loadkit.read import read_targets
 from loadkit.readers import choose_reader
+from loadkit.retrace import checkpoint_origin
 from loadkit.save_config import check_unquantised, config_of, stated_tie
 from loadkit.save_layout import lay_out
 from loadkit.tracing.lazies import as_lazy, view_of
@@ -160,7 +161,7 @@ def model_contents(job: Job) -> Contents:
     """
     with planned_load(job) as planned:
         raise_problems([planned.plan])
-        origin = origin_of(planned.model)
+        origin = checkpoint_origin(planned.model, origin_of(planned.model))
         config = config_of(planned.model, None, origin)
         check_unquantised(config, origin)
         recorder = planned.recorder
