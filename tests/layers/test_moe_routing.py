@@ -38,14 +38,12 @@ def test_half_precision_scores_are_softmaxed_in_float32() -> None:
     assert torch.equal(weights, logits.float().softmax(-1).topk(2).values)
 
 
-@pytest.mark.parametrize("groups", [(1, 1), (4, 2), (8, 3), (16, 8)])
+@pytest.mark.parametrize("groups", [(1, 1), (4, 2), (8, 3)])
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_sigmoid_with_groups_and_a_correction_equals_transformers(
     groups: tuple[int, int], renormalize: bool
 ) -> None:
     deepseek = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
-    if groups[0] == E:
-        return  # its groups have two experts at least
     sizes: Any = {
         "num_experts_per_tok": 4,
         "num_local_experts": E,
