@@ -12,15 +12,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from loadkit.available_memory import available_memory
 from loadkit.errors import OptionError
-from loadkit.readers import ReaderChoice, choose_reader
-from loadkit.readers.file_systems import LOCAL_FILE_SYSTEMS, file_system_of
-from loadkit.readers.page_cache import WARM, cached_share
+from loadkit.readers import ReaderChoice, Surroundings, choose_reader
+from loadkit.readers.file_systems import LOCAL_FILE_SYSTEMS
+from loadkit.readers.page_cache import WARM
 from loadkit.readers.prefetch import PrefetchingReader
 
 if TYPE_CHECKING:
@@ -37,30 +36,6 @@ SAFETENSORS_OPTIONS = frozenset(
     }
 )
 """Fields of ``LoadConfig`` that a loader of safetensors follows: its ``load_options``."""
-
-
-def _kind(file: File) -> str:
-    """The file system of an open local file; empty where that cannot be told."""
-    import os
-
-    if file.path is None:
-        return ""
-    return file_system_of(file.path, os.fstat(file.fileno()).st_dev)
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What a decision looks at outside of the load; another one can be given.
-
-    Attributes:
-        kind: the type of the file system that holds a file, empty where unknown.
-        cached: which part of the files is in the page cache, None where unknown.
-        memory: bytes that can still be taken, None where unknown.
-    """
-
-    kind: Callable[[File], str] = _kind
-    cached: Callable[[Sequence[File]], float | None] = cached_share
-    memory: Callable[[], int | None] = available_memory
 
 
 def check_strategy(load_config: LoadConfig) -> None:
@@ -113,6 +88,8 @@ def reader_for(
     files: Sequence[File],
     device: str,
     around: Surroundings | None = None,
+    *,
+    ranks: int = 1,
 ) -> ReaderChoice:
     """The reader of a load as its strategy has it, and why.
 
@@ -121,6 +98,7 @@ def reader_for(
         files: the open files that will be read.
         device: where the parameters will live, as torch spells it.
         around: what to look at; the machine.
+        ranks: how many load these files, this one among them.
 
     Raises:
         OptionError: options contradict each other.
@@ -134,7 +112,7 @@ def reader_for(
         return ReaderChoice(choice.reader, "safetensors_load_strategy is 'eager'")
     if strategy == "lazy":
         return _lazy(load_config, files, device, around)
-    choice = choose_reader(load_config, files, device)
+    choice = choose_reader(load_config, files, device, ranks=ranks, around=around)
     why = "" if strategy is None else "safetensors_load_strategy is 'prefetch'"
     if strategy is None and load_config.reader == "auto" and choice.reader.name != "direct":
         why = _worth_warming(files, around)

@@ -7,13 +7,17 @@ import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import loadkit
+from helpers.checkpoints import write_llama
 from helpers.extents import content
 from loadkit.config import LoadConfig
 from loadkit.errors import UsageError
-from loadkit.readers import can_alias, choose_reader, file_systems
+from loadkit.readers import Surroundings, can_alias, choose_reader, file_systems, surroundings
+from loadkit.readers.base import Place
 from loadkit.sources.base import File
 from loadkit.sources.local_file import LocalFile
 
@@ -30,7 +34,7 @@ def file(tmp_path: Path) -> Iterator[LocalFile]:
 
 @pytest.fixture
 def _local(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_systems, "file_system_of", lambda path, device: "ext4")
+    monkeypatch.setattr(surroundings, "file_system_of", lambda path, device: "ext4")
 
 
 class RemoteFile(File):
@@ -167,7 +171,7 @@ def test_the_file_system_is_found_by_device_and_else_by_the_longest_mount_point(
 def test_network_and_unknown_file_systems_are_not_mapped(
     file: LocalFile, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(file_systems, "file_system_of", lambda path, device: kind)
+    monkeypatch.setattr(surroundings, "file_system_of", lambda path, device: kind)
     allowed, why = can_alias(file)
     assert not allowed
     assert (kind or "unknown") in why
@@ -175,3 +179,111 @@ def test_network_and_unknown_file_systems_are_not_mapped(
 
 def test_no_mount_table_means_an_unknown_file_system(tmp_path: Path) -> None:
     assert file_systems.file_system_of("/x", 1, tmp_path / "missing") == ""
+
+
+# ------------------------------------------------------------ what else auto looks at
+
+
+def around(**changes: Any) -> Surroundings:
+    """A machine with a warm local file system and much memory, but for the changes."""
+    plain: dict[str, Any] = {
+        "kind": lambda file: "ext4",
+        "cached": lambda files: 1.0,
+        "memory": lambda: 1 << 40,
+        "direct": lambda file: True,
+    }
+    return Surroundings(**(plain | changes))
+
+
+NETWORKS = ["nfs4", "nfs", "lustre", "fuse.gcsfuse", "fuse.juicefs", "cifs", "ceph", ""]
+
+
+@pytest.mark.parametrize("kind", NETWORKS)
+@pytest.mark.parametrize("cached", [0.0, 1.0])
+def test_SPD_01_auto_never_maps_a_file_system_whose_faults_may_block(
+    file: LocalFile, kind: str, cached: float
+) -> None:
+    machine = around(kind=lambda file: kind, cached=lambda files: cached)
+    choice = choose_reader(LoadConfig(), [file], "cpu", around=machine)
+    assert choice.reader.name == "pread"
+    place = Place(file, 0, 8, 1, 8)
+    assert not choice.reader.maps(place)  # neither for casts nor for strided copies
+    assert f"its file system ({kind or 'unknown'}) is not known to be local" in choice.why
+    assert f"{cached:.0%} of them is in the page cache" in choice.why
+
+
+def test_SPD_01_the_choice_says_how_much_is_cached(file: LocalFile) -> None:
+    machine = around(cached=lambda files: 0.25)
+    choice = choose_reader(LoadConfig(), [file], "cpu", around=machine)
+    assert choice.reader.name == "mmap"
+    assert choice.why.endswith("; 25% of them is in the page cache")
+    unknown = choose_reader(LoadConfig(), [file], "cpu", around=around(cached=lambda files: None))
+    assert "page cache" not in unknown.why
+    choice.reader.close()
+    unknown.reader.close()
+
+
+COLD = {"cached": lambda files: 0.0, "memory": lambda: 9000}
+
+
+def test_cold_files_that_do_not_fit_beside_the_weights_go_past_the_page_cache(
+    file: LocalFile,
+) -> None:
+    owned = LoadConfig(alias="never")
+    choice = choose_reader(owned, [file], "cpu", around=around(**COLD))
+    assert choice.reader.name == "direct"
+    assert choice.why == (
+        "alias is 'never': all memory is owned; past the page cache, which has 0% of 5,000 bytes "
+        "and no room for them: 9,000 bytes of memory are available"
+    )
+    choice.reader.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [
+        pytest.param({"cached": lambda files: 0.2}, {}, id="partly cached"),
+        pytest.param({"cached": lambda files: None}, {}, id="nobody knows what is cached"),
+        pytest.param({"memory": lambda: 10_000}, {}, id="there is room"),
+        pytest.param({"memory": lambda: None}, {}, id="nobody knows the room"),
+        pytest.param({"direct": lambda file: False}, {}, id="no O_DIRECT"),
+        pytest.param({"kind": lambda file: "nfs4"}, {}, id="a network"),
+        pytest.param({}, {"ranks": 2}, id="other ranks read it too"),
+        pytest.param({}, {"device": "cuda"}, id="the weights are not in this memory"),
+    ],
+)
+def test_otherwise_they_are_read_through_it(
+    file: LocalFile, changes: dict[str, Any], options: dict[str, Any]
+) -> None:
+    owned, machine = LoadConfig(alias="never"), around(**(COLD | changes))
+    device = options.pop("device", "cpu")
+    choice = choose_reader(owned, [file], device, around=machine, **options)
+    assert choice.reader.name == "pread"
+    choice.reader.close()
+
+
+def test_views_need_no_room(file: LocalFile) -> None:
+    choice = choose_reader(LoadConfig(), [file], "cpu", around=around(**COLD))
+    assert choice.reader.name == "mmap"
+    choice.reader.close()
+
+
+def test_of_many_files_a_few_are_asked_about(file: LocalFile) -> None:
+    asked: list[int] = []
+    machine = around(cached=lambda files: asked.append(len(files)) or 1.0)
+    choose_reader(LoadConfig(alias="never"), [file] * 163, "cpu", around=machine).reader.close()
+    assert asked and 16 <= asked[0] <= 32
+
+
+def test_a_load_tells_why_and_how_it_read(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    result = loadkit.load(tmp_path, load_config=LoadConfig(reader="direct"))
+    report = result.report.to_dict()
+    assert (report["reader"], report["reader_why"]) == ("direct", "asked for by name")
+    assert report["requests"] == result.plan.requests > 0
+    assert result.report.bytes_read == result.plan.bytes_to_read > result.report.bytes_needed
+    amplification = report["bytes_read"] / report["bytes_needed"]
+    assert report["read_amplification"] == pytest.approx(amplification, abs=1e-4)
+    assert result.plan.read_amplification == report["read_amplification"]
+    mapped = loadkit.load(tmp_path).report
+    assert mapped.read_amplification == 1.0

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from loadkit.errors import ReadError
-from loadkit.readers.file_systems import may_alias
+from loadkit.readers.file_systems import LOCAL_FILE_SYSTEMS, may_alias
+from loadkit.readers.surroundings import Surroundings
 from loadkit.text import printable
 
 if TYPE_CHECKING:
@@ -15,7 +16,10 @@ if TYPE_CHECKING:
     from loadkit.readers.base import Reader
     from loadkit.sources.base import File
 
-__all__ = ["ReaderChoice", "can_alias", "choose_reader"]
+__all__ = ["ReaderChoice", "Surroundings", "can_alias", "choose_reader"]
+
+COLD = 0.1  # files of which at most this part is in the page cache are cold
+ASKED_FILES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,25 +36,39 @@ def can_alias(file: File) -> tuple[bool, str]:
     They may when it is a regular file of this user or of root that nobody else can write, on a
     local file system. Its bytes must stay: a rewrite would change the weights.
     """
-    return may_alias(file)
+    return may_alias(file, Surroundings().kind)
 
 
-def choose_reader(load_config: LoadConfig, files: Sequence[File], device: str) -> ReaderChoice:
+def choose_reader(
+    load_config: LoadConfig,
+    files: Sequence[File],
+    device: str,
+    *,
+    ranks: int = 1,
+    around: Surroundings | None = None,
+) -> ReaderChoice:
     """The reader that ``load_config.reader`` names; for ``auto`` the one that fits best.
 
     Args:
         load_config: ``reader``, ``alias`` and ``num_threads`` are used.
         files: the open files that will be read.
         device: where the parameters will live, as torch spells it (``cpu``, ``cuda:0``).
+        ranks: how many load these files, this one among them.
+        around: what to look at; the machine.
 
     Raises:
         UsageError: no such reader, or its distribution is missing.
     """
     if load_config.reader != "auto":
         return ReaderChoice(_make(load_config.reader, load_config), "asked for by name")
-    why_not = _why_not_mmap(load_config, files, device)
+    around = around or Surroundings()
+    share = around.cached(_some(files)) if all(file.path is not None for file in files) else None
+    cached = "" if share is None else f"; {share:.0%} of them is in the page cache"
+    why_not = _why_not_mmap(load_config, files, device, around)
     if why_not:
-        return ReaderChoice(_make("pread", load_config), why_not)
+        why = _why_direct(files, device, ranks, share, around)
+        name = "direct" if why else "pread"
+        return ReaderChoice(_make(name, load_config), why_not + (f"; {why}" if why else cached))
     reader = _make("mmap", load_config)
     try:
         for file in files:
@@ -58,9 +76,8 @@ def choose_reader(load_config: LoadConfig, files: Sequence[File], device: str) -
     except ReadError as error:
         reader.close()
         return ReaderChoice(_make("pread", load_config), error.message)
-    return ReaderChoice(
-        reader, "local files that nobody else can write: parameters can be views of them"
-    )
+    why = "local files that nobody else can write: parameters can be views of them"
+    return ReaderChoice(reader, why + cached)
 
 
 def _make(name: str, load_config: LoadConfig) -> Reader:
@@ -70,7 +87,14 @@ def _make(name: str, load_config: LoadConfig) -> Reader:
     return make(load_config)
 
 
-def _why_not_mmap(load_config: LoadConfig, files: Sequence[File], device: str) -> str:
+def _some(files: Sequence[File]) -> Sequence[File]:
+    """A few of many files, to ask the page cache about."""
+    return files[:: -(-len(files) // ASKED_FILES)] if files else files
+
+
+def _why_not_mmap(
+    load_config: LoadConfig, files: Sequence[File], device: str, around: Surroundings
+) -> str:
     """Why ``auto`` does not map; empty if it does."""
     if not device.startswith("cpu"):
         return f"weights go to {device}"
@@ -79,7 +103,30 @@ def _why_not_mmap(load_config: LoadConfig, files: Sequence[File], device: str) -
     if not files:
         return "there are no files"
     for file in files:
-        allowed, why = can_alias(file)
+        allowed, why = may_alias(file, around.kind)
         if not allowed:
             return f"{printable(file.name)}: {why}"
     return ""
+
+
+def _why_direct(
+    files: Sequence[File], device: str, ranks: int, share: float | None, around: Surroundings
+) -> str:
+    """Why reads should go past the page cache; empty if they should not.
+
+    It pays where the files are cold, will not fit beside the weights, and nobody else reads them:
+    other ranks, and the next load, would find nothing in the page cache.
+    """
+    memory = around.memory()
+    if ranks > 1 or share is None or share > COLD or memory is None:
+        return ""
+    size = sum(file.size for file in files)
+    owned = size if device.startswith("cpu") else 0
+    if owned + size <= memory:
+        return ""
+    if not all(around.kind(file) in LOCAL_FILE_SYSTEMS and around.direct(file) for file in files):
+        return ""
+    return (
+        f"past the page cache, which has {share:.0%} of {size:,} bytes and no room for them: "
+        f"{memory:,} bytes of memory are available"
+    )

@@ -6,6 +6,7 @@ import os
 import re
 import stat
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,8 +33,13 @@ def is_local(file: File) -> bool:
     return file_system_of(file.path, os.fstat(file.fileno()).st_dev) in LOCAL_FILE_SYSTEMS
 
 
-def may_alias(file: File) -> tuple[bool, str]:
-    """Whether weights may be views of this file, and the reason as a phrase."""
+def may_alias(file: File, kind_of: Callable[[File], str]) -> tuple[bool, str]:
+    """Whether weights may be views of this file, and the reason as a phrase.
+
+    Args:
+        file: an open file.
+        kind_of: tells the type of the file system that holds it.
+    """
     if file.path is None:
         return False, "it is not a local file"
     if sys.platform != "linux":
@@ -45,7 +51,7 @@ def may_alias(file: File) -> tuple[bool, str]:
         return False, f"user {found.st_uid} owns it and may write it"
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return False, f"others may write it (mode {stat.S_IMODE(found.st_mode):o})"
-    kind = file_system_of(file.path, found.st_dev)
+    kind = kind_of(file)
     if kind not in LOCAL_FILE_SYSTEMS:
         return False, f"its file system ({kind or 'unknown'}) is not known to be local"
     return True, f"a local file ({kind}) that nobody else can write"
