@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from loadkit.readers.base import Place
 from loadkit.sources.base import File
 from loadkit.tracing.coverage import is_kept
 from loadkit.tracing.expressions import (
@@ -28,7 +29,7 @@ from loadkit.tracing.program import walk
 from loadkit.tracing.storage import FileLeaf, Storage
 from loadkit.tracing.view import View
 
-__all__ = ["CHUNK", "Moves", "Target", "chunks", "fetch_strips", "files_of", "moves_of"]
+__all__ = ["CHUNK", "Moves", "Target", "chunks", "fetch_strips", "files_of", "moves_of", "place_at"]
 
 CHUNK = 8 << 20  # bytes of a target that are computed at once
 FEW_STRIPS = 16
@@ -67,12 +68,11 @@ class Moves(NamedTuple):
     computed: list[tuple[View, Expr]]
 
 
-def moves_of(target: Target, *, direct: bool, alias: bool) -> Moves:
+def moves_of(target: Target, *, alias: bool) -> Moves:
     """Sort a target's pieces by how they are moved.
 
     Args:
         target: what is to be filled.
-        direct: files can be read straight into it (its memory is the host's).
         alias: its memory may be the file's mapping.
     """
     strips: list[tuple[FileLeaf, Strip]] = []
@@ -85,7 +85,7 @@ def moves_of(target: Target, *, direct: bool, alias: bool) -> Moves:
             fills.append((view, expr.value))
             continue
         found = None
-        if direct and isinstance(expr, Src) and isinstance(expr.leaf, FileLeaf):
+        if isinstance(expr, Src) and isinstance(expr.leaf, FileLeaf):
             found = pair(expr.view, view)
             if found is not None and _is_crumbs(found):
                 found = None
@@ -222,6 +222,13 @@ def _row_major(size: tuple[int, ...]) -> tuple[int, ...]:
         stride.append(step)
         step *= n
     return tuple(reversed(stride))
+
+
+def place_at(leaf: FileLeaf, strip: Strip) -> Place:
+    """Where a strip of a leaf lies in its file."""
+    info = leaf.info
+    offset = info.offset + strip.source
+    return Place(info.file, offset, strip.row_bytes, strip.rows, strip.source_stride, leaf.name)
 
 
 def files_of(targets: list[Target]) -> list[File]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -64,6 +65,7 @@ def iter_weights(
     """
     job = job_for_module(nn.Module(), source, load_format=load_format, load_config=load_config)
     readers: list[Reader] = []
+    before = sys.exception()
     try:
         refuse_idle_ring(job.load_config)
         ahead = job.loader.multithread
@@ -82,7 +84,7 @@ def iter_weights(
             yield from read_ahead(weights, [make] * threads, _nbytes, ahead.byte_budget)
         reader.end()
     except Exception as error:
-        let_go(error)
+        let_go(error, before)
         raise
     finally:
         for reader in readers:

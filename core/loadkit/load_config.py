@@ -65,6 +65,9 @@ class LoadConfig:
     distribute: str | None = option(
         str, None, "how ranks share what they read", choices=("broadcast",)
     )
+    rank_timeout: float = option(
+        float, 60.0, "seconds of silence after which a rank is given up", low=0.5, high=86_400
+    )
     stream: bool = option(bool, False, "read remote ranges without a local copy")
     num_threads: int = option(int, 0, "threads that read; 0 decides", low=0, high=1024)
     local_ranks: int = option(

@@ -6,14 +6,20 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from loadkit.execution import Moves, Target, chunks, fetch_strips, files_of, moves_of
+import torch
+
+from loadkit.device_layer import is_accelerator
+from loadkit.execution import Moves, Target, chunks, fetch_strips, files_of, moves_of, place_at
 from loadkit.readers import can_alias
 from loadkit.readers.base import Place, Reader
+from loadkit.staged_read import device_of, staged_cost
+from loadkit.staging_jobs import is_staged, split
 from loadkit.tracing.expressions import Call, Const, Expr, Part, Src
 from loadkit.tracing.pairing import Strip
 from loadkit.tracing.program import children, walk
 from loadkit.tracing.storage import FileLeaf
 from loadkit.tracing.view import View
+from loadkit.unused_options import refuse_idle_ring
 
 if TYPE_CHECKING:
     from loadkit.resolve import Job
@@ -44,9 +50,11 @@ def costs_of(targets: Sequence[Target], reader: Reader, job: Job) -> Costs:
     allowed = {id(file): aliases and can_alias(file)[0] for file in files_of(list(targets))}
     bill = Bill(reader)
     owned: dict[int, int] = {}
-    host = job.device.startswith("cpu")
+    device = torch.device(job.device)
+    staged: list[tuple[Target, Moves]] = []
     users = Counter(id(target.storage) for target in targets)
     for target in targets:
+        host = not is_accelerator(device_of(target, device))
         target.may_alias = (
             target.may_alias
             and host
@@ -57,13 +65,25 @@ def costs_of(targets: Sequence[Target], reader: Reader, job: Job) -> Costs:
                 if isinstance(expr, Src) and isinstance(expr.leaf, FileLeaf)
             )
         )
-        moves = moves_of(target, direct=host, alias=aliases)
+        moves = moves_of(target, alias=aliases)
+        if not host:
+            parts = split(moves)
+            staged.append((target, parts.staged))
+            bill.need(parts.staged)
+            moves = Moves(None, [], [], parts.rest)
         bill.add(moves)
-        for _, expr, _ in target.checks:
-            bill.staging = max(bill.staging, bill.evaluated(expr))
-        if target.storage.real is None and moves.alias is None:
+        for view, expr, _ in target.checks:
+            if not host and is_staged(expr):
+                bill.need(Moves(None, [], [], [(view, expr)]))
+            else:
+                bill.staging = max(bill.staging, bill.evaluated(expr))
+        if host and target.storage.real is None and moves.alias is None:
             owned[id(target.storage)] = target.storage.numel * target.storage.itemsize
     bill.close()
+    ring = staged_cost(staged, reader, device)
+    rest = reader.survey_end()
+    if not staged:
+        refuse_idle_ring(job.load_config)
     constants = {
         item.tensor.untyped_storage()._cdata: item.tensor.untyped_storage().nbytes()
         for target in targets
@@ -73,8 +93,10 @@ def costs_of(targets: Sequence[Target], reader: Reader, job: Job) -> Costs:
         if isinstance(item, Const) and item.source is not None
     }
     parameters = sum(target.nbytes for target in targets if target.is_parameter)
-    peak = bill.staging + sum(constants.values()) + (sum(owned.values()) if host else 0)
-    return Costs(bill.needed, bill.read, bill.aliased, parameters, peak, bill.requests)
+    peak = bill.staging + sum(constants.values()) + sum(owned.values()) + ring.ring_bytes
+    read = bill.read + ring.survey.nbytes + rest.nbytes
+    requests = bill.requests + ring.survey.requests + rest.requests
+    return Costs(bill.needed, read, bill.aliased, parameters, peak, requests)
 
 
 class Bill:
@@ -94,14 +116,15 @@ class Bill:
     def add(self, moves: Moves) -> None:
         """Count a target."""
         if moves.alias is not None:
-            nbytes = moves.alias[2]
+            leaf, offset, nbytes = moves.alias
+            self._reader.expect_view(leaf.info.file, offset, nbytes)
             self.needed += nbytes
             self.read += nbytes
             self.aliased += nbytes
             return
         for leaf, strip in moves.strips:
             self.needed += self._needed(leaf, strip)
-            self._strips.append(_place(leaf, strip))
+            self._strips.append(place_at(leaf, strip))
         for view, expr in moves.computed:
             if isinstance(expr, Const):
                 continue  # in memory already
@@ -109,13 +132,24 @@ class Bill:
                 held = self.evaluated(part) + part_view.numel * part_view.itemsize
                 self.staging = max(self.staging, held)
 
+    def need(self, moves: Moves) -> None:
+        """Count what a target needs of files where somebody else reads it."""
+        for leaf, strip in moves.strips:
+            self.needed += self._needed(leaf, strip)
+        for view, expr in moves.computed:
+            for _, part in chunks(view, expr):
+                self.evaluated(part, read=False)
+
     def close(self) -> None:
         """Count the strips of every target."""
         self._survey(self._strips)
         self._strips = []
 
-    def evaluated(self, expr: Expr) -> int:
-        """Count what evaluating an expression reads: each region once; gives its own memory."""
+    def evaluated(self, expr: Expr, *, read: bool = True) -> int:
+        """Count what evaluating an expression reads: each region once; gives its own memory.
+
+        Without ``read`` somebody else reads: only what is needed counts.
+        """
         staging = 0
         fetched: set[tuple[int, View]] = set()
         for item in self._walk_once(expr):
@@ -124,12 +158,12 @@ class Bill:
                 if region in fetched:
                     continue
                 fetched.add(region)
-                staging += self._fetch(item, item.leaf, region)
+                staging += self._fetch(item, item.leaf, region, read)
             elif isinstance(item, Call) and item.origin is not None:
                 staging += item.origin.view.numel * item.origin.view.itemsize
         return staging
 
-    def _fetch(self, src: Src, leaf: FileLeaf, region: Hashable) -> int:
+    def _fetch(self, src: Src, leaf: FileLeaf, region: Hashable, read: bool) -> int:
         """Count the read of a region; gives the memory that it is read into."""
         strips, _ = fetch_strips(src.view)
         distinct = src.view.itemsize * _distinct(src.view)
@@ -138,10 +172,16 @@ class Bill:
             self.needed += sum(self._needed(leaf, strip) for strip in strips)
         elif self._once(region):  # read with gaps
             self.needed += distinct
-        if self._reader.aliases and leaf.info.offset % src.dtype.itemsize == 0:
-            self.read += dense  # computed from the map
+        if not read:
             return 0
-        self._survey(_place(leaf, strip) for strip in strips)
+        places = [place_at(leaf, strip) for strip in strips]
+        aligned = leaf.info.offset % src.dtype.itemsize == 0
+        if aligned and all(map(self._reader.maps, places)):
+            self.read += dense  # computed from the map
+            low, high = src.view.span()
+            self._reader.expect_view(leaf.info.file, leaf.info.offset + low, high - low)
+            return 0
+        self._survey(places)
         return dense
 
     def _survey(self, places: Iterable[Place]) -> None:
@@ -168,12 +208,6 @@ class Bill:
         yield expr
         for child in children(expr):
             yield from self._walk_once(child)
-
-
-def _place(leaf: FileLeaf, strip: Strip) -> Place:
-    info = leaf.info
-    offset = info.offset + strip.source
-    return Place(info.file, offset, strip.row_bytes, strip.rows, strip.source_stride, leaf.name)
 
 
 def _distinct(view: View) -> int:

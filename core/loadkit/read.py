@@ -8,10 +8,14 @@ from typing import Any, TypeGuard
 
 import torch
 
-from loadkit.errors import ModelError, ResourceError
-from loadkit.execution import Moves, Target, chunks, fetch_strips, files_of, moves_of
+from loadkit.device_layer import DeviceLayer
+from loadkit.distribute import Distribution
+from loadkit.errors import ResourceError
+from loadkit.execution import Moves, Target, chunks, fetch_strips, files_of, moves_of, place_at
 from loadkit.readers.base import Extent, Reader
-from loadkit.text import printable
+from loadkit.staged_read import Stage
+from loadkit.staging import tied_error
+from loadkit.staging_math import cast_source, may_overflow
 from loadkit.tracing.blocks import DecodeBlocks
 from loadkit.tracing.coverage import reads_own_memory
 from loadkit.tracing.evaluate import ResultCache, evaluate, generate, strided
@@ -40,6 +44,7 @@ class _Memory:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.flat: dict[int, torch.Tensor] = {}
+        self.layers: dict[torch.device, DeviceLayer] = {}
 
     def of(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
         """Flat 1-d memory; allocated at its first use."""
@@ -48,15 +53,20 @@ class _Memory:
             flat = storage.real
             if flat is None:
                 kind = dtype if dtype.itemsize == storage.itemsize else torch.uint8
-                numel = storage.numel * storage.itemsize // kind.itemsize
-                try:
-                    flat = torch.empty(numel, dtype=kind, device=self.device)
-                except RuntimeError as error:
-                    raise ResourceError(
-                        f"no memory for {storage.numel * storage.itemsize} bytes on {self.device}"
-                    ) from error
+                flat = self._new(storage.numel * storage.itemsize // kind.itemsize, kind)
             self.flat[id(storage)] = flat
         return flat
+
+    def _new(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        layer = self.layers.get(self.device)
+        try:
+            if layer is not None:
+                return layer.empty(numel, dtype)
+            return torch.empty(numel, dtype=dtype, device=self.device)
+        except RuntimeError as error:
+            raise ResourceError(
+                f"no memory for {numel * dtype.itemsize} bytes on {self.device}"
+            ) from error
 
     def view(self, target: Target, view: View) -> torch.Tensor:
         """A region of a target's storage, as its dtype."""
@@ -70,11 +80,13 @@ def read_targets(
     device: torch.device,
     alias: bool,
     landed: Landed | None = None,
+    share: Distribution | None = None,
 ) -> tuple[ReadResult, dict[int, torch.Tensor]]:
     """Fill every target's memory; returns it by ``id(storage)``, flat.
 
     Strips of all targets are read in file order, then what is computed, then tied weights are
-    compared. On an error nothing has been given to the model.
+    compared. On an error nothing has been given to the model. With ``share`` the ranks of a group
+    read for each other, and only what is this rank's own business goes that way.
 
     Raises:
         ReadFailure: a file failed, ended early, or changed.
@@ -83,21 +95,29 @@ def read_targets(
     """
     targets = list(targets)
     run = _Run(reader, _Memory(device), landed)
-    todo = [(t, moves_of(t, direct=_on_host(t, device), alias=alias)) for t in targets]
-    run.save_old(todo)
-    for target, moves in todo:
-        run.alias(target, moves)
-        run.fill(target, moves)
-    run.strips(todo)
-    todo.sort(key=lambda item: _first_offset(item[1]))
-    last = _last_uses(todo)
-    for at, (target, moves) in enumerate(todo):
-        run.compute(target, moves)
-        for origin in last.pop(at, ()):
-            run.cache.pop(origin, None)
-    for target in targets:
-        run.check(target)
-    for file in files_of(targets):
+    todo = [(t, moves_of(t, alias=alias)) for t in targets]
+    with Stage(reader, run.memory, device, landed) as stage:
+        run.save_old(todo)
+        if share is not None:
+            todo = run.shared(share, todo)
+        targets = [target for target, _ in todo]
+        todo = stage.fill(todo)
+        for target, moves in todo:
+            run.alias(target, moves)
+            run.fill(target, moves)
+        run.strips(todo)
+        todo.sort(key=lambda item: _first_offset(item[1]))
+        last = _last_uses(todo)
+        for at, (target, moves) in enumerate(todo):
+            run.compute(target, moves)
+            for origin in last.pop(at, ()):
+                run.cache.pop(origin, None)
+        stage.check(targets)
+        for target in targets:
+            run.check(target, stage)
+    run.result.bytes_read += stage.bytes_read
+    run.result.overflows += stage.overflows
+    for file in files_of(targets) if share is None else share.files(targets):
         file.check_unchanged()
     return run.result, run.memory.flat
 
@@ -126,11 +146,6 @@ def _memory_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _on_host(target: Target, device: torch.device) -> bool:
-    real = target.storage.real
-    return (real.device if real is not None else device).type == "cpu"
-
-
 def _first_offset(moves: Moves) -> tuple[str, int]:
     for _, expr in moves.computed:
         for src in _sources(expr):
@@ -150,6 +165,26 @@ class _Run:
         self.result = ReadResult()
         self.cache: ResultCache = {}
         self.saved: dict[int, torch.Tensor] = {}
+        self.held: dict[tuple[int, View], torch.Tensor] = {}  # regions that other ranks sent
+
+    def shared(
+        self, share: Distribution, todo: list[tuple[Target, Moves]]
+    ) -> list[tuple[Target, Moves]]:
+        """Fill targets together with the other ranks; gives those that each fills by itself."""
+        alone = {id(target) for target in share.arrivals.alone}
+        for target, moves in todo:
+            if id(target) not in alone:
+                self.fill(target, moves)
+        self.result.bytes_read += share.fill(self, self.reader, self.landed)
+        return [item for item in todo if id(item[0]) in alone]
+
+    def memory_of(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
+        """A storage's memory, flat; allocated at its first use."""
+        return self.memory.of(storage, dtype)
+
+    def store_part(self, target: Target, view: View, expr: Expr) -> None:
+        """Evaluate a part of a target into it."""
+        self._store(target, self.memory.view(target, view), expr)
 
     def alias(self, target: Target, moves: Moves) -> None:
         """Make the file's mapping the target's memory."""
@@ -214,7 +249,7 @@ class _Run:
                     self.saved[id(expr)] = self._evaluate(expr).clone()
 
     def _store(self, target: Target, into: torch.Tensor, expr: Expr) -> None:
-        cast_from = _cast_source(expr)
+        cast_from = cast_source(expr)
         source = expr if cast_from is None else cast_from
         if _decodes_into(source, into):
             encoding = source.func.encoding
@@ -222,7 +257,7 @@ class _Run:
             return
         value = self._evaluate(source)
         into.copy_(value)
-        if cast_from is not None and _may_overflow(value.dtype, into.dtype):
+        if cast_from is not None and may_overflow(value.dtype, into.dtype):
             if _all_finite(into):
                 return
             new_inf = torch.isinf(into).to("cpu") & ~torch.isinf(value)
@@ -249,8 +284,15 @@ class _Run:
         if not isinstance(leaf, FileLeaf):
             return generate(leaf, src)
         strips, shown = fetch_strips(src.view)
+        held = self.held.get((id(leaf), src.view))
+        if held is not None:
+            return strided(held, shown, src.dtype)
         nbytes = sum(s.rows * s.row_bytes for s in strips)
-        if self.reader.aliases and (leaf.info.offset % src.dtype.itemsize) == 0:
+        places = [place_at(leaf, strip) for strip in strips]
+        aligned = leaf.info.offset % src.dtype.itemsize == 0
+        if aligned and all(map(self.reader.maps, places)):
+            for place in places:
+                self.reader.bring(place)
             low, high = src.view.span()
             flat = self.reader.view(leaf.info.file, leaf.info.offset + low, high - low)
             view = View(
@@ -266,26 +308,28 @@ class _Run:
         self._read([_extent(leaf, strip, flat) for strip in strips])
         return strided(flat, shown, src.dtype)
 
-    def check(self, target: Target) -> None:
-        """Compare tied weights with the second tensor that holds them.
+    def check(self, target: Target, stage: Stage) -> None:
+        """Compare tied weights with the second tensor that holds them, where no device does.
 
         Raises:
             ModelError: TIED_DIFFER.
         """
         for view, expr, tensor in target.checks:
+            if stage.compares(target, expr):
+                continue
             for part_view, part in chunks(view, expr):
-                mine = self.memory.view(target, part_view)
-                other = self._evaluate(part).to(mine.device)
-                if not _same_bits(mine, other):
-                    raise ModelError(
-                        f"the model ties {' and '.join(target.names)}, and the checkpoint holds "
-                        f"other numbers for them: {printable(tensor)} differs",
-                        code="TIED_DIFFER",
-                        tensor=tensor,
-                        parameter=target.names[0],
-                        hint="if the checkpoint is right, untie them: "
-                        "hf_overrides={'tie_word_embeddings': False}",
-                    )
+                self.compare_part(target, part_view, part, tensor)
+
+    def compare_part(self, target: Target, view: View, expr: Expr, tensor: str) -> None:
+        """Compare a part of a target with what it must equal.
+
+        Raises:
+            ModelError: TIED_DIFFER.
+        """
+        mine = self.memory.view(target, view)
+        other = self._evaluate(expr).to(mine.device)
+        if not _same_bits(mine, other):
+            raise tied_error(target, tensor)
 
     def _tell(self, nbytes: int) -> None:
         if self.landed is not None:
@@ -304,14 +348,6 @@ def _extent(leaf: FileLeaf, strip: Any, flat: torch.Tensor) -> Extent:
         dest_stride=strip.target_stride,
         tensor=leaf.name,
     )
-
-
-def _cast_source(expr: Expr) -> Expr | None:
-    """What a plain cast converts, or None if the expression is no plain cast."""
-    if isinstance(expr, Call) and expr.func is torch.ops.aten._to_copy.default:
-        source: Expr = expr.args[0]
-        return source
-    return None
 
 
 def _all_finite(tensor: torch.Tensor) -> bool:
@@ -333,12 +369,6 @@ def _decodes_into(expr: Expr, into: torch.Tensor) -> TypeGuard[Call]:
         and into.dtype in (torch.float32, torch.bfloat16)
         and expr.size == tuple(into.size())
     )
-
-
-def _may_overflow(source: torch.dtype, target: torch.dtype) -> bool:
-    if not (source.is_floating_point and target.is_floating_point):
-        return False
-    return torch.finfo(target).max < torch.finfo(source).max
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

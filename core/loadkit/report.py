@@ -8,9 +8,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from loadkit.parallel_config import ParallelConfig
+
+if TYPE_CHECKING:
+    from loadkit.device_layer import device_memory
 
 __all__ = ["LoadReport", "PeakMeter", "Stopwatch", "amplification", "anonymous_bytes"]
 
@@ -30,12 +33,15 @@ class LoadReport:
         bytes_read: what was taken from the files: those, gaps, and mapped extents; no headers.
         aliased_bytes: part of ``bytes_read`` that is mapped and not copied.
         requests: reads it took, after neighbours were joined; a view takes none.
+        bytes_sent: to other ranks, where they share what they read; ``bytes_received`` from them.
         parameter_bytes: what the parameters hold.
         peak: ``host_anonymous_bytes`` and ``device_bytes``, above the start of the load.
         reader: the reader's name; ``reader_why`` why it was chosen.
         casts: conversions: from, to, how many tensors.
         skipped: tensors that were not used, with reasons.
         initialised: parameters that no tensor wrote, with what they hold now and why.
+        verified: what ``verify="digest"`` compared: ``compared_bytes``, ``recorded_bytes`` (no digest
+            was known; it is kept for later loads) and, per file, who says what it should hold.
         warnings: what was allowed although it is unusual.
     """
 
@@ -50,11 +56,14 @@ class LoadReport:
     bytes_read: int = 0
     aliased_bytes: int = 0
     requests: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
     parameter_bytes: int = 0
     peak: dict[str, int] = field(default_factory=dict)
     casts: list[dict[str, Any]] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     initialised: dict[str, str] = field(default_factory=dict)
+    verified: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -107,14 +116,16 @@ class PeakMeter:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True, name="loadkit-peak")
         self._start = self._peak = self._device_start = 0
+        self._device_memory: device_memory | None = None
 
     def __enter__(self) -> Self:
         self._start = self._peak = anonymous_bytes()
-        if self._device.startswith("cuda"):
-            import torch
+        if self._device != "cpu":
+            from loadkit.device_layer import device_memory
 
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._device_start = int(torch.cuda.memory_allocated(self._device))
+            self._device_memory = device_memory(self._device)
+            self._device_memory.reset()
+            self._device_start = self._device_memory.now()
         if self._start and os.name == "posix":
             self._thread.start()
         return self
@@ -132,11 +143,8 @@ class PeakMeter:
     def peak(self) -> dict[str, int]:
         """``host_anonymous_bytes`` and ``device_bytes`` above the start."""
         device_bytes = 0
-        if self._device.startswith("cuda"):
-            import torch
-
-            held = int(torch.cuda.max_memory_allocated(self._device))
-            device_bytes = max(0, held - self._device_start)
+        if self._device_memory is not None:
+            device_bytes = max(0, self._device_memory.peak() - self._device_start)
         return {
             "host_anonymous_bytes": max(0, self._peak - self._start),
             "device_bytes": device_bytes,

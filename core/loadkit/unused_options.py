@@ -24,6 +24,7 @@ _EVERY_LOAD = frozenset(
         *("num_threads", "reader", "trust_remote_code", "use_tqdm_on_load"),
         *("digest_store", "local_ranks", "verify"),
         *("allowed_roots", "subfolder"),  # every source
+        *("distribute", "rank_timeout"),  # see ``load_group``: they need a process group
         *_RING,  # see ``refuse_idle_ring``
         # True of a load that needs none of it: nothing is downloaded, no .bin is read.
         *("cache_dir", "download_dir", "fall_back_to_pt"),

@@ -227,7 +227,7 @@ def test_bytes_needed_are_the_bytes_of_the_elements_selected(tmp_path: Path, see
             continue
         numbers = [n for n in a[sure].reshape(-1).tolist() if 0 <= n < total]
         bill = Bill(PreadReader(LoadConfig()))
-        bill.add(moves_of(target, direct=True, alias=False))
+        bill.add(moves_of(target, alias=False))
         assert 4 * len(set(numbers)) <= bill.needed <= 4 * len(numbers)
         if len(set(numbers)) == len(numbers):
             assert bill.needed == 4 * len(numbers)

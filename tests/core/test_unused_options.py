@@ -42,6 +42,8 @@ USED: dict[str, Any] = {
     "model_loader_extra_config": {},
     "num_threads": 1,
     "reader": "pread",
+    "staging_slot_bytes": 8 << 20,  # others are refused on the CPU: see test_staging
+    "staging_slots": 16,
     "subfolder": "model",
     "trust_remote_code": True,
     "use_tqdm_on_load": False,

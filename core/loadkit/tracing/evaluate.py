@@ -72,7 +72,7 @@ def evaluate(expr: Expr, fetch: Fetch, cache: ResultCache | None = None) -> torc
     if isinstance(expr, Src):
         return fetch(expr)
     if isinstance(expr, Const):
-        return expr.tensor
+        return expr.tensor.to("cpu")  # a live model's may be elsewhere
     if isinstance(expr, Filled):
         return torch.full((), expr.value, dtype=expr.dtype).expand(expr.size)
     if isinstance(expr, Missing):
