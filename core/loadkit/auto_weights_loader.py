@@ -117,9 +117,9 @@ class AutoWeightsLoader:
         """The tensors that are not skipped, under names that carry their way."""
         for text, tensor in weights:
             name = text if isinstance(text, ShardedName) else ShardedName(text)
-            if any(_begins(name, prefix) for prefix in self.skip_prefixes):
+            if self.skip_prefixes and any(_begins(name, prefix) for prefix in self.skip_prefixes):
                 _skip(name, "its name begins with one of skip_prefixes")
-            elif any(part in name for part in self.skip_substrs):
+            elif self.skip_substrs and any(part in name for part in self.skip_substrs):
                 _skip(name, "its name contains one of skip_substrs")
             else:
                 yield name, name.split("."), tensor

@@ -118,7 +118,7 @@ class BaseModelLoader(ABC):
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """The catalogue as the model takes it: wrapper components removed, the plan looking on."""
         weights = list(self.offers(model_config))
-        parts = {part for name, _ in model.named_modules() for part in name.split(".")}
+        parts = {part for module in model.modules() for part in module._modules}
         renamed = strip_wrappers([name for name, _ in weights], parts)
         named = ((renamed.get(name, name), tensor) for name, tensor in weights)
         recorder = active_recorder()

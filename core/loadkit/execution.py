@@ -237,7 +237,7 @@ def files_of(targets: list[Target]) -> list[File]:
     for target in targets:
         exprs = [expr for _, expr in target.pieces] + [expr for _, expr, _ in target.checks]
         for expr in exprs:
-            for item in walk(expr):
+            for item in (expr,) if isinstance(expr, Src) else walk(expr):
                 if isinstance(item, Src) and isinstance(item.leaf, FileLeaf):
                     found[id(item.leaf.info.file)] = item.leaf.info.file
     return sorted(found.values(), key=lambda file: file.name)

@@ -273,9 +273,13 @@ class _Alike:
 
 def _numbers_of(name: str) -> tuple[str, list[str]]:
     """A name with its numeric components left out, and those."""
+    numbers: list[str] = []
     parts = name.split(".")
-    numbers = [part for part in parts if part.isdigit()]
-    return (".".join(["" if part.isdigit() else part for part in parts]), numbers)
+    for at, part in enumerate(parts):
+        if part.isdigit():
+            numbers.append(part)
+            parts[at] = ""
+    return ".".join(parts), numbers
 
 
 _KINDS = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 
@@ -22,16 +21,27 @@ def rows_of(target: Target) -> list[Row]:
     """Every region of a target, and every tensor that is compared with it (tied weights)."""
     name = target.names[0]
     rows: list[Row] = []
+    copy = "fused" if _is_fused(target) else "copy"
     for view, expr in target.pieces:
         region = _within(target, view)
         if isinstance(expr, Filled):
             rows.append(Row(None, None, None, name, region, "exact", "fill"))
-        rows += _rows(expr, name, region, _kind(expr))
-    if len({row.tensor for row in rows if row.tensor is not None}) > 1:
-        rows = [replace(row, kind="fused") if row.kind == "copy" else row for row in rows]
+        kind = _kind(expr)
+        rows += _rows(expr, name, region, copy if kind == "copy" else kind)
     for view, expr, _ in target.checks:
         rows += _rows(expr, name, _within(target, view), "tied", "tied:verify")
     return rows
+
+
+def _is_fused(target: Target) -> bool:
+    """Whether more than one checkpoint tensor is in it."""
+    first: str | None = None
+    for _, expr in target.pieces:
+        for tensor, _, _ in _leaves(expr):
+            if first is not None and tensor != first:
+                return True
+            first = tensor
+    return False
 
 
 def _within(target: Target, view: View) -> Region:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -296,8 +296,11 @@ class Recorder:
 
     def _pulled(self, source: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         """The weights; a loader that makes real data does its own work unrecorded."""
+        if not self.makes_real_data:
+            yield from source
+            return
         while True:
-            with self.paused() if self.makes_real_data else nullcontext():
+            with self.paused():
                 item = next(source, None)
             if item is None:
                 return

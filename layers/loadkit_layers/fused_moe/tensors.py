@@ -13,6 +13,7 @@ from loadkit.plan_targets import is_repacked
 from loadkit.sharded_name import ShardedName
 from loadkit.text import printable
 from loadkit.tracing import report_misfit
+from loadkit.tracing.regions import copies_regions
 from loadkit_layers.fused_moe.missing import describe_missing
 from loadkit_layers.fused_moe.names import ExpertShard, find_place
 from loadkit_layers.fused_moe.parameter import ExpertParameter
@@ -93,6 +94,7 @@ class ExpertTensors(torch.nn.Module):
                 hint=hint,
             )
 
+    @copies_regions
     def weight_loader(
         self,
         param: torch.nn.Parameter,
