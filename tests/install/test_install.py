@@ -175,6 +175,27 @@ def test_with_the_extra_smollm2_says_what_it_says_in_llama_cpp(
         assert gguf.python(found) == "None\n"
 
 
+def test_the_extra_sharded_state_saves_and_loads_rank_files(
+    tmp_path: Path, third_parties: Path, wheels: Path, checkpoint: Path
+) -> None:
+    environment = environments.Environment(tmp_path / "venv", third_parties, wheels)
+    environment.install("loadkit[sharded-state]")
+    assert environment.distributions() == UMBRELLA | {"loadkit-sharded-state"}
+    formats = json.loads(environment.loadkit("formats", "--json"))["formats"]
+    names = {row["name"] for row in formats if row["distribution"] == "loadkit-sharded-state"}
+    assert names == {"runai_streamer_sharded", "sharded_state"}
+    saved = tmp_path / "saved"
+    environment.python(
+        "import loadkit\n"
+        "for rank in range(2):\n"
+        "    parallel = loadkit.ParallelConfig(tp_size=2, tp_rank=rank)\n"
+        f"    model = loadkit.load_model({str(checkpoint)!r}, parallel=parallel)\n"
+        f"    loadkit.save(model, {str(saved)!r}, save_format='sharded_state')"
+    )
+    report = json.loads(environment.loadkit("load", saved, "--tp", "2", "--rank", "1", "--json"))
+    assert report["ranks"][0]["load_format"] == "sharded_state"
+
+
 def test_the_extra_all_installs_every_member(
     tmp_path: Path, third_parties: Path, wheels: Path
 ) -> None:
