@@ -110,7 +110,7 @@ def speak(
     if not load_config.num_threads:
         load_config = replace(load_config, num_threads=rank.threads)
     options = {**options, "load_config": load_config, "device": rank.device}
-    model = load(source, parallel=rank.parallel, **options).model
+    model = load(source, parallel=rank.parallel, process_group=rank.process_group, **options).model
     make_groups(rank.parallel)
 
     def on_step(token: int, _: object) -> None:

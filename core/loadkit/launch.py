@@ -22,7 +22,8 @@ from loadkit.parallel_config import ParallelConfig
 from loadkit.rank_channel import fill_standard_descriptors
 from loadkit.rank_failures import Failure, name_of, root_cause
 from loadkit.rank_process import RankProcess
-from loadkit.rank_worker import Task
+from loadkit.rank_pulse import Watch, beat_seconds
+from loadkit.rank_worker import PULSES, Task
 
 __all__ = ["Patience", "run_ranks"]
 
@@ -87,7 +88,7 @@ def run_ranks(
         "port": store.port,
         "registrations": tables.export_registrations(),
         "log_level": log.getEffectiveLevel(),
-        "beat_seconds": min(1.0, patience.silence / 5),
+        "beat_seconds": beat_seconds(patience.silence),
         "collective_seconds": patience.collective,
     }
     tasks = [
@@ -100,7 +101,7 @@ def run_ranks(
             ranks.append(RankProcess(task))  # noqa: PERF401 - each is known once it runs
         for rank in ranks:
             rank.give_task(patience.start)
-        return _Supervisor(ranks, patience, on_message).run()
+        return _Supervisor(ranks, patience, _watch(store, patience), on_message).run()
     finally:
         for rank in ranks:
             rank.kill()
@@ -115,10 +116,12 @@ class _Supervisor:
         self,
         ranks: Sequence[RankProcess],
         patience: Patience,
+        watch: Watch,
         on_message: Callable[[int, Any], None] | None,
     ) -> None:
         self._ranks = ranks
         self._patience = patience
+        self._watch = watch
         self._on_message = on_message
         self._told: set[str] = set()
 
@@ -160,6 +163,7 @@ class _Supervisor:
         for kind, *values in messages:
             if kind == "ready":
                 rank.started = True
+                self._watch.add([rank.number])
             elif kind == "said":
                 if self._on_message is not None:
                     self._on_message(rank.number, values[0])
@@ -178,20 +182,20 @@ class _Supervisor:
 
     def _look(self) -> None:
         """Find ranks that ended, or fell silent."""
+        silence = self._watch.look()
         for rank in self._ranks:
-            if not rank.settled:
-                rank.failure = rank.look(self._limit(rank))
-                rank.settled = rank.failure is not None
-
-    def _limit(self, rank: RankProcess) -> float:
-        """How long a rank may be silent."""
-        return self._patience.silence if rank.started else self._patience.start
+            if rank.settled:
+                continue
+            rank.failure = rank.look(self._patience.start)
+            if rank.failure is None and silence is not None and silence.rank == rank.number:
+                rank.failure = rank.silent(silence.seconds)
+            rank.settled = rank.failure is not None
 
     def _forgive(self, seconds: float) -> None:
-        """A time in which this process itself stood still is no rank's silence."""
+        """A time in which this process itself stood still is no rank's delay."""
         if seconds > 0:
             for rank in self._ranks:
-                rank.heard += seconds
+                rank.born += seconds
 
     def _raise_if_failed(self) -> None:
         """Raise the cause, once it had time to arrive."""
@@ -204,7 +208,8 @@ class _Supervisor:
         settling = _SETTLING_INDIRECT if indirect else _SETTLING
         if unsettled and time.monotonic() - first < settling:
             return
-        raise root_cause(failures, unsettled, [rank.task.parallel for rank in self._ranks])
+        names = [name_of(rank.task.parallel) for rank in self._ranks]
+        raise root_cause(failures, unsettled, names)
 
 
 def _devices(device: str, ranks: int) -> list[str]:
@@ -249,6 +254,13 @@ def _store() -> Any:
         wait_for_workers=False,
         master_listen_fd=listening.detach(),
     )
+
+
+def _watch(store: Any, patience: Patience) -> Watch:
+    """Sees whether the ranks live, by what they count in the store."""
+    import torch.distributed as dist
+
+    return Watch(dist.PrefixStore(PULSES, store), patience.silence)  # type: ignore[attr-defined]
 
 
 def _threads(ranks: int) -> int:

@@ -100,6 +100,9 @@ class LoadPlan:
         predicted_peak_bytes: host memory of its own that the load will have taken at most.
         aliased_bytes: part of ``bytes_to_read`` that is mapped and not copied.
         requests: reads it will take, after neighbours were joined; a view takes none.
+        distribute: how the ranks of a group share what they read; None: each reads for itself.
+        group_bytes_to_read: where they share it, what all ranks together read: each byte that
+            anybody needs, once. ``bytes_to_read`` is this rank's part of it then.
         data_read_bytes: payload bytes that loader code asked for while it was traced.
     """
 
@@ -125,6 +128,8 @@ class LoadPlan:
     files: tuple[str, ...]
     skipped_files: tuple[tuple[str, str], ...] = ()
     requests: int = 0
+    distribute: str | None = None
+    group_bytes_to_read: int = 0
     targets: tuple[Target, ...] = field(default=(), repr=False, compare=False)
 
     @property

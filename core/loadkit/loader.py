@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -17,12 +17,15 @@ from loadkit.build import build
 from loadkit.errors import LoadkitError, ModelError
 from loadkit.failed_load import let_go
 from loadkit.finish import check_ready, place, process_weights_after_loading, tell_loaded
+from loadkit.load_group import ALONE, LoadGroup, load_group
 from loadkit.load_plan import LoadPlan
 from loadkit.local_memory import reshard
 from loadkit.meta_buffers import complete_buffers
 from loadkit.origin import origin_of, remember, remember_load
 from loadkit.plan import Planned, collector_paused, make_plan, plan_without_model
+from loadkit.plan_together import needs_of_world, share, share_out
 from loadkit.progress import Progress
+from loadkit.rank_digest import compare
 from loadkit.read import ReadResult, read_targets
 from loadkit.report import LoadReport, PeakMeter, Stopwatch
 from loadkit.resolve import Job, job_for_module, resolve
@@ -45,8 +48,10 @@ class LoadResult:
     plan: LoadPlan
 
 
-def run_line(job: Job, watch: Stopwatch | None = None) -> LoadResult:
+def run_line(job: Job, watch: Stopwatch | None = None, ranks: LoadGroup = ALONE) -> LoadResult:
     """One load. The job's source is closed at the end, whatever happens.
+
+    Of several ranks each step ends when all have done it.
 
     Raises:
         LoadkitError: typed; nothing half-written is handed out.
@@ -56,22 +61,25 @@ def run_line(job: Job, watch: Stopwatch | None = None) -> LoadResult:
     before = sys.exception()
     try:
         with PeakMeter(device=job.device) as meter:
-            with watch.step("build"), collector_paused():
+            with watch.step("build"), ranks.step("build"), collector_paused():
                 built = build(job)
             recorder = built.recorder
             try:
-                with watch.step("plan"), collector_paused():
+                with watch.step("plan"), ranks.step("plan"), collector_paused():
                     planned = make_plan(job, built)
                     plan, recorder = planned.plan, planned.recorder
-                plugins.call("plan_ready", plan=plan)
-                plan.raise_if_bad()
+                    if plan.ok:
+                        share(ranks, job, planned)
+                        plan = planned.plan
+                    plugins.call("plan_ready", plan=plan)
+                    plan.raise_if_bad()
                 in_place = any(target.storage.real is not None for target in plan.targets)
-                with watch.step("read"), _marked(planned.model, in_place):
-                    done = _read(job, planned)
+                with watch.step("read"), _marked(planned.model, in_place), ranks.step("read"):
+                    done = _read(job, planned, ranks)
             except BaseException:
                 recorder.undo_rehoming()
                 raise
-            with watch.step("finish"), _marked(planned.model, True):
+            with watch.step("finish"), _marked(planned.model, True), ranks.step("finish"):
                 _finish(job, planned)
         remember_load(
             planned.model,
@@ -95,9 +103,14 @@ def run_line(job: Job, watch: Stopwatch | None = None) -> LoadResult:
         job.close()
 
 
-def _read(job: Job, planned: Planned) -> ReadResult:
+def _read(job: Job, planned: Planned, ranks: LoadGroup) -> ReadResult:
     """Step 4, and the memory handed to the model."""
     plan = planned.plan
+
+    def landed(nbytes: int) -> None:
+        ranks.check()
+        progress.landed(nbytes)
+
     targets = list(plan.targets)
     alias = planned.reader.aliases and job.load_config.alias == "auto"
     try:
@@ -107,7 +120,8 @@ def _read(job: Job, planned: Planned) -> ReadResult:
                 planned.reader,
                 device=torch.device(job.device),
                 alias=alias,
-                landed=progress.landed,
+                landed=landed,
+                share=planned.share,
             )
             done.bytes_read += planned.reader.end(progress.landed)
     except ModelError:
@@ -187,6 +201,8 @@ def _report(
         bytes_read=done.bytes_read,
         aliased_bytes=done.aliased_bytes,
         requests=plan.requests,
+        bytes_sent=planned.share.bytes_sent if planned.share else 0,
+        bytes_received=planned.share.bytes_received if planned.share else 0,
         parameter_bytes=plan.parameter_bytes,
         peak=meter.peak(),
         casts=[{"from": a, "to": b, "tensors": n} for (a, b), n in casts.items()],
@@ -197,11 +213,15 @@ def _report(
     )
 
 
-def load(source: str | os.PathLike[str], **options: Any) -> LoadResult:
+def load(
+    source: str | os.PathLike[str], *, process_group: Any = None, **options: Any
+) -> LoadResult:
     """Load a checkpoint into a ready model in ``eval`` mode.
 
     Args:
         source: a folder, a file or a URI.
+        process_group: the ``torch.distributed`` group of the ranks that load together. All of
+            them call; they fail together and by name, and may share what they read.
         **options: ``load_format``, ``dtype``, ``device``, ``parallel``, ``load_config``,
             ``quantization``, ``model_impl``, ``trust_remote_code``, ``strict``,
             ``hf_overrides``, ``architecture``: see ``loadkit.plan``.
@@ -211,9 +231,24 @@ def load(source: str | os.PathLike[str], **options: Any) -> LoadResult:
         LoadkitError: any other typed failure.
     """
     watch = Stopwatch()
-    with watch.step("resolve"):
-        job = resolve(source, **options)
-    return run_line(job, watch)
+    with load_group(process_group, options.get("parallel"), options.get("load_config")) as ranks:
+        with watch.step("resolve"):
+            job = _resolved(ranks, lambda: resolve(source, **options))
+        return run_line(job, watch, ranks)
+
+
+def _resolved(ranks: LoadGroup, resolve_it: Callable[[], Job]) -> Job:
+    """Step 1 on every rank; all of them see the same checkpoint, or none goes on."""
+    job: Job | None = None
+    try:
+        with ranks.step("resolve"):
+            job = resolve_it()
+            compare(ranks, job)
+        return job
+    except BaseException:
+        if job is not None:
+            job.close()
+        raise
 
 
 def load_model(source: str | os.PathLike[str], **options: Any) -> nn.Module:
@@ -225,7 +260,8 @@ def plan(source: str | os.PathLike[str], **options: Any) -> LoadPlan:
     """What ``load`` would do for one rank: the line stopped after the third step.
 
     Reads headers only; no weight byte, unless a model's own loader asks for numbers
-    (``LoadPlan.data_read_bytes``).
+    (``LoadPlan.data_read_bytes``). With ``distribute`` every rank of the layout is planned, since
+    what one reads depends on what the others need.
 
     Args:
         source: a folder, a file or a URI.
@@ -251,6 +287,8 @@ def plan(source: str | os.PathLike[str], **options: Any) -> LoadPlan:
             with collector_paused():
                 built = build(job)
                 planned = make_plan(job, built)
+                if job.load_config.distribute and planned.plan.ok:
+                    share_out(job, planned, needs_of_world(source, options, job, planned))
         except ModelError as error:
             return plan_without_model(job, error)
         planned.reader.close()
@@ -269,6 +307,7 @@ def load_into(
     load_config: Any = None,
     parallel: Any = None,
     strict: bool = True,
+    process_group: Any = None,
 ) -> LoadResult:
     """Fill a module that the user built from a checkpoint, by names.
 
@@ -277,6 +316,7 @@ def load_into(
             written in place) or on meta.
         source: a folder, a file or a URI; no config.json is needed.
         mapper: checkpoint names to the module's.
+        process_group: as of ``load``.
 
     Raises:
         PlanError: names or shapes do not fit; the module is untouched.
@@ -286,16 +326,20 @@ def load_into(
     from loadkit.module_loader import ModuleLoader
 
     reshard(module)
-    job = job_for_module(
-        module,
-        source,
-        load_format=load_format,
-        load_config=load_config,
-        parallel=parallel,
-        strict=strict,
-    )
-    job.loader.__dict__["load_weights"] = ModuleLoader(job.loader, mapper).load_weights
-    result = run_line(job)
+    with load_group(process_group, parallel, load_config) as ranks:
+        job = _resolved(
+            ranks,
+            lambda: job_for_module(
+                module,
+                source,
+                load_format=load_format,
+                load_config=load_config,
+                parallel=parallel,
+                strict=strict,
+            ),
+        )
+        job.loader.__dict__["load_weights"] = ModuleLoader(job.loader, mapper).load_weights
+        result = run_line(job, ranks=ranks)
     if mapper is not None and (origin := origin_of(module)) is not None:
         remember(module, replace(origin, mapper=mapper))
     return result

@@ -16,6 +16,7 @@ from torch import nn
 
 from loadkit.base_loader import BaseModelLoader
 from loadkit.build import Built, build
+from loadkit.distribute import Distribution
 from loadkit.errors import LoadkitError, ModelError, TraceError
 from loadkit.integrity import Verification
 from loadkit.load_plan import LoadPlan, Problem
@@ -48,13 +49,17 @@ MAX_ATTEMPTS = 16  # times a model is traced; each later one knows more of what 
 
 @dataclass(eq=False)
 class Planned:
-    """A traced model, its plan, and the reader that the plan counted with."""
+    """A traced model, its plan, and the reader that the plan counted with.
+
+    ``share``: how ranks read for each other, where ``distribute`` says that they do.
+    """
 
     model: nn.Module
     recorder: Recorder
     plan: LoadPlan
     reader: Reader
     initialised: dict[str, str]
+    share: Distribution | None = None
 
     def casts(self) -> Iterator[tuple[str, str]]:
         """(from, to) dtype of every tensor that is converted."""
@@ -280,7 +285,8 @@ def _assemble(
     finder = TargetFinder(job, built, problems, opaque, sweep)
     finder.find()
     files = finder.files()
-    choice = reader_for(job.load_config, files, job.device)
+    ranks = job.config.parallel_config.world_size
+    choice = reader_for(job.load_config, files, job.device, ranks=ranks)
     check = Verification(job.loader, job.load_config, job.config.model_config, files)
     seen = {read.tensor for read in built.recorder.data_reads} | opaque
     reader = check.around(choice.reader, also=seen)

@@ -82,9 +82,9 @@ def ended(rank: int, code: int | None, output: str, *, started: bool) -> Failure
     return Failure(rank, error)
 
 
-def silent(rank: int, seconds: float, pid: int, *, started: bool) -> Failure:
-    """A rank that has given no sign of life for some time."""
-    state = _state(pid)
+def silent(rank: int, seconds: float, pid: int | None, *, started: bool) -> Failure:
+    """A rank that has given no sign of life for some time; ``pid`` where it is known here."""
+    state = None if pid is None else _state(pid)
     what = "gave no sign of life" if started else "did not join the others"
     error = DistributedError(
         f"its process {what} for {seconds:.1f} s" + (f"; it is {state}" if state else ""),
@@ -94,28 +94,30 @@ def silent(rank: int, seconds: float, pid: int, *, started: bool) -> Failure:
 
 
 def root_cause(
-    failures: Iterable[Failure], unsettled: Sequence[int], world: Sequence[ParallelConfig]
+    failures: Iterable[Failure], unsettled: Sequence[int], names: Sequence[str]
 ) -> LoadkitError:
     """The one error to raise: the earliest that stands for itself; it names its rank.
 
     Args:
         failures: at least one.
         unsettled: ranks that neither failed nor finished.
-        world: every rank's place.
+        names: what every rank is called.
     """
     ordered = sorted(failures, key=lambda failure: (failure.indirect, failure.when))
     first = ordered[0]
     if first.waited and unsettled:
-        names = " and ".join(name_of(world[rank]) for rank in unsettled)
+        others = " and ".join(names[rank] for rank in unsettled)
         error: LoadkitError = DistributedError(
-            f"{names} kept {name_of(world[first.rank])} waiting until the time was up",
+            f"{others} kept {names[first.rank]} waiting until the time was up",
             detail={"ranks": list(unsettled)},
         )
         error.__cause__ = first.error
         return error
     error = first.error
-    error.message = f"{name_of(world[first.rank])}: {error.message}"
-    error.args = (error.message,)
+    if error.rank is None:  # else the ranks agreed on it among themselves
+        error.rank = first.rank
+        error.message = f"{names[first.rank]}: {error.message}"
+        error.args = (error.message,)
     return error
 
 

@@ -34,7 +34,7 @@ class RankProcess:
         self.settled = False  # it has given a result or a failure
         self.result: Any = None
         self.failure: Failure | None = None
-        self.heard = time.monotonic()
+        self.born = time.monotonic()
         self._gone: float | None = None
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by reap
         ours, theirs = socket_pair()
@@ -68,14 +68,11 @@ class RankProcess:
             self.channel.send("leave")
 
     def messages(self) -> list[Any]:
-        """What it has sent; any of it is a sign of life."""
-        found = self.channel.arrived()
-        if found:
-            self.heard = time.monotonic()
-        return found
+        """What it has sent."""
+        return self.channel.arrived()
 
     def look(self, limit: float) -> Failure | None:
-        """What is wrong with the process: it ended, or was silent for ``limit`` seconds."""
+        """What is wrong with the process: it ended, or did not join for ``limit`` seconds."""
         now = time.monotonic()
         if self.channel.ended:
             self._gone = self._gone or now
@@ -83,10 +80,13 @@ class RankProcess:
             if code is None and now - self._gone < _REAPING:
                 return None
             return ended(self.number, code, self._tail(), started=self.started)
-        quiet = now - self.heard
-        if quiet > limit:
-            return silent(self.number, quiet, self._process.pid, started=self.started)
+        if not self.started and now - self.born > limit:
+            return self.silent(now - self.born)
         return None
+
+    def silent(self, seconds: float) -> Failure:
+        """That it has given no sign of life for some time."""
+        return silent(self.number, seconds, self._process.pid, started=self.started)
 
     def kill(self) -> None:
         """Kill it and every process it started."""

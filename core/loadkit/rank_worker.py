@@ -13,7 +13,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,8 +22,11 @@ from typing import Any
 from loadkit.parallel_config import ParallelConfig
 from loadkit.rank_channel import Channel
 from loadkit.rank_failures import describe
+from loadkit.rank_pulse import Pulse
 
-__all__ = ["BOOT", "Rank", "Task", "main"]
+__all__ = ["BOOT", "PULSES", "Rank", "Task", "main"]
+
+PULSES = "ranks"  # where in the parent's store signs of life are
 
 # What a new process runs: its import path is the parent's, before anything else is imported.
 BOOT = (
@@ -65,12 +67,14 @@ class Rank:
         parallel: its place in the layout.
         device: its own device, ``cuda:1``.
         threads: how many CPU threads are its share of the machine.
+        process_group: of all ranks, in rank order: what ``loadkit.load`` takes.
     """
 
-    def __init__(self, task: Task, channel: Channel) -> None:
+    def __init__(self, task: Task, channel: Channel, process_group: Any) -> None:
         self.parallel = task.parallel
         self.device = task.device
         self.threads = task.threads
+        self.process_group = process_group
         self._channel = channel
 
     def say(self, message: object) -> None:
@@ -95,18 +99,18 @@ def main(descriptor: int) -> None:
 
 def _run(channel: Channel, task: Task) -> int:
     released = threading.Event()
-    for target, arguments in ((_beat, (channel, task)), (_watch, (channel, released))):
-        threading.Thread(target=target, args=arguments, daemon=True).start()
+    threading.Thread(target=_watch, args=(channel, released), daemon=True).start()
     try:
         from loadkit import tables
         from loadkit.plugin_guard import import_value
 
         _send_logs(channel, task.log_level)
         tables.import_registrations(task.registrations)
-        with _process_group(task):
+        with _process_group(task) as process_group:
             channel.send(("ready",))
             function: Any = import_value(task.function)
-            channel.send(("done", function(Rank(task, channel), **task.arguments)))
+            rank = Rank(task, channel, process_group)
+            channel.send(("done", function(rank, **task.arguments)))
             released.wait()  # no rank leaves while another still talks to it
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank is what has to be told
         channel.send(("failed", describe(error, task.parallel.rank)))
@@ -115,7 +119,7 @@ def _run(channel: Channel, task: Task) -> int:
 
 
 @contextmanager
-def _process_group(task: Task) -> Iterator[None]:
+def _process_group(task: Task) -> Iterator[Any]:
     """This rank among the others: the default group, and those of its layout."""
     import torch
     import torch.distributed as dist
@@ -125,24 +129,18 @@ def _process_group(task: Task) -> Iterator[None]:
     if torch.device(task.device).type == "cuda":
         torch.cuda.set_device(task.device)
         backend = "cpu:gloo,cuda:nccl"
-    store = dist.TCPStore("127.0.0.1", task.port, is_master=False)  # type: ignore[attr-defined]
+    here = ("127.0.0.1", task.port)
+    pulses = dist.PrefixStore(PULSES, dist.TCPStore(*here, is_master=False))  # type: ignore[attr-defined]
+    Pulse(pulses, task.parallel.rank, task.beat_seconds).start()
     dist.init_process_group(
         backend,
-        store=store,
+        store=dist.TCPStore(*here, is_master=False),  # type: ignore[attr-defined]
         rank=task.parallel.rank,
         world_size=task.parallel.world_size,
         timeout=timedelta(seconds=task.collective_seconds),
     )
-    yield
+    yield dist.group.WORLD
     dist.destroy_process_group()  # not after an error: that would wait for the others
-
-
-def _beat(channel: Channel, task: Task) -> None:
-    """Say now and then that this process runs."""
-    with suppress(OSError):
-        while True:
-            channel.send(("alive",))
-            time.sleep(task.beat_seconds)
 
 
 def _watch(channel: Channel, released: threading.Event) -> None:

@@ -22,7 +22,7 @@ from loadkit.unused_options import refuse_unused
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Job", "job_for_loader", "job_for_module", "resolve", "resolve_config"]
+__all__ = ["Job", "job_for_loader", "job_for_module", "job_for_rank", "resolve", "resolve_config"]
 
 Value = TypeVar("Value")
 
@@ -125,6 +125,19 @@ def job_for_loader(loader: BaseModelLoader, config: LoadkitConfig, prefix: str) 
     return replace(job, prefix=prefix)
 
 
+def job_for_rank(job: Job, parallel: ParallelConfig) -> Job:
+    """The same load for another rank; they share the source, which only the first job closes.
+
+    Raises:
+        LoadkitError: that rank's files cannot be had.
+    """
+    loader = type(job.loader)(job.load_config)
+    loader.source, loader.parallel = job.source, parallel
+    config, why = job.config.model_config, job.load_format_why
+    made = _job(job.source, loader, why, config, parallel, job.device, job.strict)
+    return replace(made, prefix=job.prefix)
+
+
 def job_for_module(
     module: nn.Module,
     source: str | os.PathLike[str],
@@ -197,6 +210,14 @@ def _merged(load_config: LoadConfig, load_format: str, trust_remote_code: bool) 
         load_config = replace(load_config, load_format=load_format)
     if trust_remote_code:
         load_config = replace(load_config, trust_remote_code=True)
+    if load_config.distribute and load_config.verify == "digest":
+        raise OptionError(
+            "verify='digest' needs every byte of a file on one rank, and distribute="
+            f"{load_config.distribute!r} has each rank read a part of it",
+            hint="leave out one of the two",
+        )
+    if load_config.distribute:  # what another rank read is no view of a file here
+        load_config = replace(load_config, alias="never")
     return load_config
 
 

@@ -160,35 +160,35 @@ def test_fewer_devices_than_ranks_are_an_error(monkeypatch: pytest.MonkeyPatch) 
 
 # -- which failure is the cause -------------------------------------------------------------------
 
-PLACES = world(3)
+NAMES = [name_of(place) for place in world(3)]
 
 
 def test_who_was_left_alone_is_not_the_cause() -> None:
     gone = describe(RuntimeError("[gloo/tcp/pair.cc] Connection closed by peer"), 0)
     cause = describe(FormatError("torn", code="E_HEADER"), 2)
-    error = root_cause([gone, cause], [1], PLACES)
+    error = root_cause([gone, cause], [1], NAMES)
     assert (error.code, str(error)) == ("E_HEADER", "rank 2 of 3: torn")
 
 
 def test_the_earliest_of_several_causes_is_told() -> None:
     late, early = (Failure(rank, FormatError(str(rank)), when=-rank) for rank in (0, 1))
-    assert str(root_cause([late, early], [], PLACES)) == "rank 1 of 3: 1"
+    assert str(root_cause([late, early], [], NAMES)) == "rank 1 of 3: 1"
 
 
 def test_a_timeout_of_something_else_blames_nobody_else() -> None:
     alone = describe(RuntimeError("the bucket timed out"), 0)
-    assert "rank 0 of 3: RuntimeError: the bucket" in str(root_cause([alone], [1, 2], PLACES))
+    assert "rank 0 of 3: RuntimeError: the bucket" in str(root_cause([alone], [1, 2], NAMES))
 
 
 def test_a_dead_rank_is_the_cause_of_the_others_errors() -> None:
     gone = describe(torch.distributed.DistNetworkError("broken"), 0)
-    error = root_cause([gone, ended(1, -11, "", started=True)], [2], PLACES)
+    error = root_cause([gone, ended(1, -11, "", started=True)], [2], NAMES)
     assert str(error).startswith("rank 1 of 3: its process was killed by SIGSEGV")
 
 
 def test_only_lonely_ranks_tell_the_first_of_themselves() -> None:
     failures = [describe(RuntimeError("gloo: Connection reset by peer"), rank) for rank in (0, 1)]
-    assert "rank 0 of 3: RuntimeError" in str(root_cause(failures, [2], PLACES))
+    assert "rank 0 of 3: RuntimeError" in str(root_cause(failures, [2], NAMES))
 
 
 def test_a_rank_that_has_places_on_several_axes_is_named_by_them() -> None:

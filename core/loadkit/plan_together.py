@@ -1,0 +1,109 @@
+"""The plan of a rank whose group shares its reading: what the others need decides what it reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from loadkit.distribute import Distribution
+from loadkit.execution import moves_of
+from loadkit.load_group import ALONE, LoadGroup
+from loadkit.parallel_config import ParallelConfig
+from loadkit.plan_costs import Bill
+from loadkit.rank_needs import Arrivals, decode, encode
+from loadkit.rank_shares import Needs, Shares
+
+if TYPE_CHECKING:
+    from loadkit.plan import Planned
+    from loadkit.resolve import Job
+
+__all__ = ["needs_of_world", "share", "share_out"]
+
+
+def share(group: LoadGroup, job: Job, planned: Planned) -> None:
+    """Tell the group's ranks what this one needs, hear what they need, and share it out.
+
+    Nothing happens unless ``distribute`` is set.
+    """
+    if job.load_config.distribute is None:
+        return
+    arrivals = Arrivals(planned.plan.targets, torch.device(job.device))
+    mine = arrivals.needs
+    found = group.exchange("needs", encode(mine))
+    needs = [
+        mine if rank == group.rank else decode(each, job.source.open)
+        for rank, each in enumerate(found)
+    ]
+    _settle(planned, arrivals, needs, group, group.rank)
+
+
+def share_out(job: Job, planned: Planned, needs: Sequence[Needs]) -> None:
+    """The same for a plan by which nobody loads yet, where the needs of all are known."""
+    arrivals = Arrivals(planned.plan.targets, torch.device(job.device))
+    _settle(planned, arrivals, needs, ALONE, job.config.parallel_config.rank)
+
+
+def needs_of_world(
+    source: str | os.PathLike[str], options: Mapping[str, Any], job: Job, planned: Planned
+) -> list[Needs]:
+    """What each rank of a layout needs: every rank but one's own is planned for that."""
+    from loadkit.build import build
+    from loadkit.plan import make_plan
+    from loadkit.resolve import resolve
+
+    parallel = job.config.parallel_config
+    found = []
+    for rank, place in enumerate(_world_of(parallel)):
+        if rank == parallel.rank:
+            found.append(Arrivals(planned.plan.targets, torch.device(job.device)).needs)
+            continue
+        other = resolve(source, **{**options, "parallel": place})
+        try:
+            made = make_plan(other, build(other))
+            made.reader.close()
+            needs = Arrivals(made.plan.targets, torch.device(other.device)).needs
+            found.append(decode(encode(needs), job.source.open))
+        finally:
+            other.close()
+    return found
+
+
+def _settle(
+    planned: Planned, arrivals: Arrivals, needs: Sequence[Needs], group: LoadGroup, rank: int
+) -> None:
+    share = Distribution(group, rank, arrivals, needs, Shares(needs))
+    alone = Bill(planned.reader)
+    for target in arrivals.alone:
+        alone.add(moves_of(target, alias=False))
+        for _, expr, _ in target.checks:
+            alone.evaluated(expr)
+    alone.close()
+    mine = share.survey(planned.reader)
+    opaque = sum(planned.recorder.opaque_bytes.values())
+    plan = planned.plan
+    planned.share = share
+    planned.plan = replace(
+        plan,
+        distribute="broadcast",
+        bytes_to_read=mine.nbytes + alone.read + opaque,
+        requests=mine.requests + alone.requests,
+        group_bytes_to_read=share.shares.nbytes,
+        predicted_peak_bytes=plan.predicted_peak_bytes + share.staging_bytes,
+        reader_why=f"{plan.reader_why}; each of {len(needs)} ranks reads a part of what all need "
+        "and sends the others theirs, so no parameter is a view of a file",
+    )
+
+
+def _world_of(parallel: ParallelConfig) -> list[ParallelConfig]:
+    """Every rank's place in the layout that ``parallel`` is a place of; its own as it is."""
+    sizes = {f"{axis}_size": getattr(parallel, f"{axis}_size") for axis in ("tp", "pp", "ep", "dp")}
+    world = [
+        replace(ParallelConfig.for_rank(rank, **sizes), expert_placement=parallel.expert_placement)
+        for rank in range(parallel.world_size)
+    ]
+    world[parallel.rank] = parallel
+    return world
