@@ -176,7 +176,7 @@ class TargetFinder:
         if reason is None and self.job.strict:
             views = [view for count, view in counted if count]
             for text in _said_by(module, target, views):
-                self._problem("MISSING", f"{text}: nothing is written to its part of {name}", name)
+                self._problem("MISSING", f"{text}; {name} stays empty there", name)
             if name not in self._in_trouble:
                 self._missing(name, missing, total)
             return
