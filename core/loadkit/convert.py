@@ -201,7 +201,7 @@ def _write(
                     _check_overflows(draft, written)
                     _write_small(folder, draft)
                     draft.check_unchanged()
-                    for name, data in draft.last(written.sha256).items():
+                    for name, data in draft.last(written.done).items():
                         with folder.create(name) as out:
                             out.write(data)
             journal.remove()

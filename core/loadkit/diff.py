@@ -117,7 +117,8 @@ def diff(
                     stack, source, whose, load_config, {**options, "load_format": kind}
                 )
             except ArchitectureError as error:
-                error.hint = error.hint or "names='checkpoint' compares the files' own names"
+                own = "names='checkpoint' compares the files' own names"
+                error.hint = own if error.hint is None else f"{error.hint}; {own}"
                 raise
             sides.append(contents)
         found = _Comparison(sides[0], sides[1], tolerance)

@@ -92,6 +92,7 @@ def verify(
     with ExitStack() as stack:
         opened = stack.enter_context(open_source(source, load_config or LoadConfig()))
         manifest = found.tried("manifest", lambda: read_manifest(opened))
+        broken = bool(found.problems)  # whoever reads the manifest again would raise
         if manifest is not None:
             found.list_files(opened, manifest)
         contents = found.tried(
@@ -100,7 +101,8 @@ def verify(
         if contents is not None and manifest is not None:
             found.list_tensors(manifest, contents.files)
         names = contents.files if contents is not None else ()
-        found.digests(opened, {*found.files, *(file.name for file in names)})
+        if not broken:
+            found.digests(opened, {*found.files, *(file.name for file in names)}, manifest)
         if finite and contents is not None:
             found.finite(contents)
         report = None

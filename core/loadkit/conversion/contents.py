@@ -169,11 +169,8 @@ def model_contents(job: Job) -> Contents:
             layout = lay_out(planned.model, origin, None, tied=stated_tie(config) is not False)
             groups = [
                 [
-                    _output(
-                        part.name,
-                        part.parameter,
-                        part.tensor if part.make is None else part.make(),
-                        recorder,
+                    output_of(
+                        part.name, part.tensor if part.make is None else part.make(), recorder
                     )
                     for part in group
                 ]
@@ -198,17 +195,13 @@ def model_contents(job: Job) -> Contents:
     )
 
 
-def _output(name: str, parameter: str, tensor: torch.Tensor, recorder: Recorder) -> Output:
-    """A tensor of a planned model as something to write."""
-    return Output(name, value_of(tensor, recorder), tensor.dtype, parameter)
-
-
-def value_of(tensor: torch.Tensor, recorder: Recorder) -> Value:
-    """What a parameter, a view of one, or something computed from them holds after the load."""
+def output_of(name: str, tensor: torch.Tensor, recorder: Recorder) -> Output:
+    """A planned parameter, a view of one, or something computed from them, to write."""
     if isinstance(tensor, LazyTensor):
-        return tensor.lazy_value()
+        return Output(name, tensor.lazy_value(), tensor.dtype)
     storage = recorder.track(tensor)
-    return Value(storage, len(storage.writes), view_of(tensor), tensor.dtype)
+    value = Value(storage, len(storage.writes), view_of(tensor), tensor.dtype)
+    return Output(name, value, tensor.dtype)
 
 
 def _check_ties(planned: Planned, reader: Reader) -> None:

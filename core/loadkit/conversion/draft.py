@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from loadkit.conversion.contents import Contents
 from loadkit.conversion.files import PlannedFile, digest, planned_files
+from loadkit.conversion.journal import Done
 from loadkit.conversion.outputs import BUDGET
 from loadkit.entry_index import core_version
 from loadkit.hf_config import MAX_CONFIG_BYTES, parse_config
@@ -65,7 +66,7 @@ class Draft:
         readers: rank -> what reads for its files.
         contents: of each rank.
         small: the files beside them.
-        last: from the weight files' sha256 by name: the files that make it whole, in order.
+        last: from the weight files' digests: the files that make it whole, in order.
         layout: as a manifest calls it.
         topology: of the ranks.
     """
@@ -74,7 +75,7 @@ class Draft:
     readers: dict[int, Reader]
     contents: list[Contents]
     small: Small
-    last: Callable[[Mapping[str, str]], dict[str, bytes]]
+    last: Callable[[Mapping[str, Done]], dict[str, bytes]]
     layout: str = "checkpoint"
     topology: Topology = field(default_factory=Topology)
 
@@ -159,14 +160,14 @@ def checkpoint_draft(
                 config, dtype=None if kept else dtype, tied=bool(contents.ties)
             )
 
-        def last(sha256: Mapping[str, str]) -> dict[str, bytes]:
+        def last(done: Mapping[str, Done]) -> dict[str, bytes]:
             found: dict[str, bytes] = {}
             if len(files) > 1:
                 weight_map = {e.name: file.name for file in files for e in file.layout.entries}
                 found[INDEX] = index_bytes(weight_map, sum(entry.nbytes for entry in entries))
             manifest = Manifest(
                 "checkpoint",
-                file_entries(files, sha256),
+                file_entries(files, done),
                 dtype=dtype or "",
                 architecture=origin.architecture,
                 source=job.source_name,
@@ -191,14 +192,21 @@ def own_config(job: Job) -> dict[str, Any] | None:
     return dict(parse_config(data, file="config.json"))
 
 
-def file_entries(files: Sequence[PlannedFile], sha256: Mapping[str, str]) -> dict[str, FileEntry]:
-    """Weight files as a manifest lists them."""
+def file_entries(files: Sequence[PlannedFile], done: Mapping[str, Done]) -> dict[str, FileEntry]:
+    """Weight files as a manifest lists them; ``done`` has their digests."""
     entries: dict[str, FileEntry] = {}
     for file in files:
-        offsets = file.offsets()
+        offsets, digests = file.offsets(), done[file.name].tensors
         tensors = {
-            entry.name: TensorEntry(entry.dtype, entry.shape, offsets[entry.name])
-            for entry in file.layout.entries
+            output.name: TensorEntry(
+                entry.dtype,
+                entry.shape,
+                offsets[output.name],
+                digests[output.name],
+                output.row,
+                output.rows,
+            )
+            for entry, output in zip(file.layout.entries, file.outputs, strict=True)
         }
-        entries[file.name] = FileEntry(file.size, sha256[file.name], file.rank, tensors)
+        entries[file.name] = FileEntry(file.size, done[file.name].sha256, file.rank, tensors)
     return entries

@@ -59,12 +59,13 @@ def planned_files(
     Raises:
         ModelError: safetensors cannot hold a name, a dtype or a shape, or so many tensors.
     """
-    by_name = {output.name: output for group in groups for output in group}
-    shards = split_shards([[output.entry() for output in group] for group in groups], most)
+    entries = [[(output.entry(), output) for output in group] for group in groups]
+    by_entry = {id(entry): output for group in entries for entry, output in group}
+    shards = split_shards([[entry for entry, _ in group] for group in entries], most)
     files = []
     for number, shard in enumerate(shards):
         layout = lay_out_file(shard, metadata)
-        outputs = tuple(by_name[entry.name] for entry in layout.entries)
+        outputs = tuple(by_entry[id(entry)] for entry in layout.entries)
         files.append(PlannedFile(name_of(number, len(shards)), layout, outputs, rank))
     return files
 

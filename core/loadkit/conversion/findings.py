@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,8 +13,8 @@ from loadkit.conversion.outputs import Output, read_slabs, slabs_of
 from loadkit.errors import CheckpointError
 from loadkit.file_checks import show
 from loadkit.integrity.expected import expected_digests
-from loadkit.load_plan import Problem
-from loadkit.manifest import MANIFEST, Manifest
+from loadkit.load_plan import SHOWN, Problem
+from loadkit.manifest import MANIFEST, FileEntry, Manifest
 from loadkit.safetensors_format import read_header
 
 if TYPE_CHECKING:
@@ -109,35 +109,66 @@ class Findings:
         text = f"{show(name)} is {told[0]} in {show(file.name)}; {MANIFEST} says {told[1]}"
         self._problem("TENSOR", text, file.name, name)
 
-    def digests(self, source: Source, names: Collection[str]) -> None:
+    def digests(self, source: Source, names: Collection[str], manifest: Manifest | None) -> None:
         """Every file holds the bytes that the manifest, the hub or a record vouches for."""
         files = [source.open(name) for name in sorted(names)]
-        expected, _ = expected_digests(source, files, {})
+        entries = {} if manifest is None else manifest.files
         before, vouched = len(self.problems), 0
+        others = []
         for file in files:
-            digests = expected.get(id(file))
             self._file(file.name, file.size)
-            if digests is None or not any(digests.digests):
+            entry = entries.get(file.name)
+            if entry is None or entry.sha256 is None:
+                others.append(file)
                 continue
             vouched += 1
-            self.files[file.name]["vouched"] = digests.origin
-            for number, (start, end) in enumerate(_units(digests)):
-                wanted = digests.digests[number]
-                found = _sha256(file, start, end)
-                if (start, end) == (0, file.size):
-                    self.files[file.name]["sha256"] = found
-                if wanted is not None and found != wanted:
-                    text = (
-                        f"bytes {start} to {end} of {show(file.name)} are not what "
-                        f"{digests.origin} says: sha256 {found}, not {wanted}"
-                    )
-                    self._problem("DIGEST", text, file.name, hint="copy or download it again")
+            found = _sha256(file, 0, file.size)
+            self.files[file.name] |= {"sha256": found, "vouched": MANIFEST}
+            if found != entry.sha256:
+                self._damaged(file, entry, found)
+        expected, _ = expected_digests(source, others, {}) if others else ({}, [])
+        for file in others:
+            units = expected.get(id(file))
+            if units is not None and any(units.digests):
+                vouched += 1
+                self._units(file, units)
         bad = len(self.problems) - before
         if not vouched:
             self._check("digests", None, "nobody vouches for the bytes of these files")
             return
-        text = f"{vouched} of {len(files)} file(s) were compared, {bad} range(s) differ"
+        text = f"{vouched} of {len(files)} file(s) were compared: {bad} problem(s)"
         self._check("digests", not bad, text)
+
+    def _damaged(self, file: File, entry: FileEntry, found: str) -> None:
+        """A file holds other bytes: say in which tensors, where that is known."""
+        tensors = [
+            name
+            for name, one in entry.tensors.items()
+            if one.sha256 is not None
+            and one.offset + one.nbytes <= file.size
+            and _sha256(file, one.offset, one.offset + one.nbytes) != one.sha256
+        ]
+        text = f"{show(file.name)} has the sha256 {found}; {MANIFEST} says {entry.sha256}"
+        if tensors:
+            some = ", ".join(map(show, tensors[:SHOWN]))
+            text += f"; other bytes are in {some}" + (" ..." if len(tensors) > SHOWN else "")
+        tensor = tensors[0] if tensors else None
+        self._problem("DIGEST", text, file.name, tensor, "copy or download it again")
+
+    def _units(self, file: File, digests: FileDigests) -> None:
+        self.files[file.name]["vouched"] = digests.origin
+        for start, end, wanted in zip(digests.starts, digests.ends, digests.digests, strict=True):
+            if end > file.size or wanted is None:
+                continue  # shorter than it should be is a problem already
+            found = _sha256(file, start, end)
+            if (start, end) == (0, file.size):
+                self.files[file.name]["sha256"] = found
+            if found != wanted:
+                text = (
+                    f"bytes {start} to {end} of {show(file.name)} are not what {digests.origin} "
+                    f"says: sha256 {found}, not {wanted}"
+                )
+                self._problem("DIGEST", text, file.name, hint=digests.advice)
 
     def finite(self, contents: Contents) -> None:
         """No float is NaN or infinite."""
@@ -181,10 +212,6 @@ class Findings:
         hint: str | None = None,
     ) -> None:
         self.problems.append(Problem(code, message, tensor, None, file, None, hint))
-
-
-def _units(digests: FileDigests) -> Iterator[tuple[int, int]]:
-    return zip(digests.starts, digests.ends, strict=True)
 
 
 def _sha256(file: File, start: int, end: int) -> str:

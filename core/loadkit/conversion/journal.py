@@ -34,9 +34,13 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A file is whole and durable: ``identity`` is its inode, size and time of change."""
+    """A file is whole and durable: ``identity`` is its inode, size and time of change.
+
+    ``sha256`` is of all of it, ``tensors`` of each of its tensors.
+    """
 
     sha256: str
+    tensors: Mapping[str, str]
     identity: tuple[int, int, int]
 
 
@@ -99,7 +103,8 @@ def _take(progress: Progress, values: dict[str, Any]) -> bool:
             progress.about = values
         elif "identity" in values:
             inode, size, changed = map(int, values["identity"])
-            found = Done(str(values["sha256"]), (inode, size, changed))
+            tensors = {str(name): str(one) for name, one in dict(values["tensors"]).items()}
+            found = Done(str(values["sha256"]), tensors, (inode, size, changed))
             progress.done[str(values["file"])] = found
         else:
             mark = Mark(int(values["end"]), str(values["sha256"]))
@@ -140,7 +145,14 @@ class Journal:
 
     def done(self, file: str, done: Done) -> None:
         """A file is whole and durable."""
-        self._line({"file": file, "identity": done.identity, "sha256": done.sha256})
+        self._line(
+            {
+                "file": file,
+                "identity": done.identity,
+                "sha256": done.sha256,
+                "tensors": dict(done.tensors),
+            }
+        )
 
     def _line(self, values: Mapping[str, Any]) -> None:
         body = json.dumps(values, separators=(",", ":")).encode()

@@ -35,13 +35,15 @@ class Output:
         name: its name in the target.
         value: its elements; the recorded value's dtype may be another than ``dtype``.
         dtype: the one it is written in.
-        parameter: the model's parameter that it is, or is a part of; "" without a model.
+        row, rows: of a parameter that is cut over several files, the first row that this is, and
+            how many rows it has; None: it is not cut.
     """
 
     name: str
     value: Value
     dtype: torch.dtype
-    parameter: str = ""
+    row: int = 0
+    rows: int | None = None
 
     @property
     def size(self) -> tuple[int, ...]:

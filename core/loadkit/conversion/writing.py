@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from loadkit.conversion.files import PlannedFile
+from loadkit.conversion.hashing import FileDigest
 from loadkit.conversion.journal import Done, Journal, Mark, Progress
 from loadkit.conversion.outputs import BUDGET, Slab, read_slabs, slabs_of
+from loadkit.output_file import OutputFile
 from loadkit.readers.base import Reader
 from loadkit.resumable_folder import ResumableFolder
 from loadkit.safetensors_writer import BLOCK
@@ -21,7 +23,7 @@ Landed = Callable[[int], None]
 
 @dataclass
 class Written:
-    """What writing did. Bytes; ``sha256`` by file.
+    """What writing did. Bytes; ``done`` has the digests of every file.
 
     Attributes:
         bytes_written: of files, in this run.
@@ -33,7 +35,7 @@ class Written:
     bytes_written: int = 0
     bytes_read: int = 0
     bytes_kept: int = 0
-    sha256: dict[str, str] = field(default_factory=dict)
+    done: dict[str, Done] = field(default_factory=dict)
     overflows: dict[str, None] = field(default_factory=dict)
 
 
@@ -62,54 +64,87 @@ def write_files(
         ReadFailure: the source could not be read, or changed.
     """
     written = Written()
-    for file in files:
-        path = folder.staging / file.name
-        done = progress.done.get(file.name)
-        if done is not None and identity_of(path) == done.identity and path.is_file():
-            folder.finished(file.name)
-            written.sha256[file.name] = done.sha256
-            written.bytes_kept += file.size
-            landed(file.size)
-            continue
-        sha256 = _write(folder, file, readers[file.rank], journal, progress, written, landed)
-        found = identity_of(path)
-        if found is not None:
-            journal.done(file.name, Done(sha256, found))
-        written.sha256[file.name] = sha256
+    with ThreadPoolExecutor(2, "loadkit-hash") as pool:
+        for file in files:
+            done = progress.done.get(file.name)
+            if done is not None and identity_of(folder.staging / file.name) == done.identity:
+                folder.finished(file.name)
+                written.bytes_kept += file.size
+                landed(file.size)
+            else:
+                marks = progress.marks.get(file.name, [])
+                run = _Run(folder, file, readers[file.rank], journal, written, landed, pool)
+                done = run.write(marks)
+                journal.done(file.name, done)
+            written.done[file.name] = done
     return written
 
 
-def _write(
-    folder: ResumableFolder,
-    file: PlannedFile,
-    reader: Reader,
-    journal: Journal,
-    progress: Progress,
-    written: Written,
-    landed: Landed,
-) -> str:
-    """One file, from where it was left; returns its sha256."""
-    kept, sha = _good_start(folder.staging / file.name, file, progress.marks.get(file.name, []))
-    written.bytes_kept += kept
-    landed(kept)
-    out = folder.reopen(file.name, kept) if kept else folder.create(file.name)
-    with out:
-        if not kept:
-            sha.update(file.layout.head)
-            out.write(file.layout.head)
-            written.bytes_written += len(file.layout.head)
-        for batch in _batches(file, after=kept):
-            flats, bytes_read, overflows = read_slabs(batch, reader)
-            written.bytes_read += bytes_read
-            written.overflows.update(overflows)
-            for slab, flat in zip(batch, flats, strict=True):
-                data = flat.numpy().data
-                out.write(data, slab.output.name)
-                sha.update(data)
-                written.bytes_written += slab.nbytes
-                landed(slab.nbytes)
-            journal.mark(file.name, Mark(out.size, sha.hexdigest()))
-    return sha.hexdigest()
+class _Run:
+    """One file."""
+
+    def __init__(
+        self,
+        folder: ResumableFolder,
+        file: PlannedFile,
+        reader: Reader,
+        journal: Journal,
+        written: Written,
+        landed: Landed,
+        pool: ThreadPoolExecutor,
+    ) -> None:
+        self.folder, self.file, self.reader = folder, file, reader
+        self.journal, self.written, self.landed, self.pool = journal, written, landed, pool
+        self.path = folder.staging / file.name
+
+    def write(self, marks: Sequence[Mark]) -> Done:
+        """All of it, from where it was left."""
+        digest = self._good_start(marks)
+        kept = digest.size
+        self.written.bytes_kept += kept
+        self.landed(kept)
+        name = self.file.name
+        with self.folder.reopen(name, kept) if kept else self.folder.create(name) as out:
+            if not kept:
+                self._put(out, digest, self.file.layout.head, None)
+            for batch in _batches(self.file, after=kept):
+                flats, bytes_read, overflows = read_slabs(batch, self.reader)
+                self.written.bytes_read += bytes_read
+                self.written.overflows.update(overflows)
+                for slab, flat in zip(batch, flats, strict=True):
+                    self._put(out, digest, flat.numpy().data, slab.output.name)
+                self.journal.mark(name, Mark(out.size, digest.sha256))
+        return Done(digest.sha256, digest.tensors(), identity_of(self.path) or (0, 0, 0))
+
+    def _put(
+        self, out: OutputFile, digest: FileDigest, data: memoryview | bytes, tensor: str | None
+    ) -> None:
+        digest.update(data, lambda: out.write(data, tensor))
+        self.written.bytes_written += len(data)
+        self.landed(len(data))
+
+    def _good_start(self, marks: Sequence[Mark]) -> FileDigest:
+        """The digest of what is right of a file that was begun; its size says how much that is.
+
+        It is read again: what the journal knows may have been lost with the power.
+        """
+        good = FileDigest(self.file, self.pool)
+        if identity_of(self.path) is None:
+            return good
+        running = good.copy()
+        with self.path.open("rb", buffering=0) as opened:
+            for mark in marks:
+                while running.size < mark.end <= self.file.size:
+                    data = opened.read(min(BLOCK, mark.end - running.size))
+                    if not data:
+                        break
+                    running.update(data)
+                if running.size != mark.end or running.sha256 != mark.sha256:
+                    break
+                good = running.copy()
+        if not good.size:
+            self.path.unlink()
+        return good
 
 
 def _batches(file: PlannedFile, *, after: int) -> Iterator[list[Slab]]:
@@ -128,35 +163,6 @@ def _batches(file: PlannedFile, *, after: int) -> Iterator[list[Slab]]:
             filled += slab.nbytes
     if batch:
         yield batch
-
-
-def _good_start(path: Path, file: PlannedFile, marks: Sequence[Mark]) -> tuple[int, hashlib._Hash]:
-    """How many bytes of a file that was begun are right, and the hash of them.
-
-    They are read again: what the journal knows may have been lost with the power.
-    """
-    good, sha = 0, hashlib.sha256()
-    found = identity_of(path)
-    if found is None or not marks:
-        if found is not None:
-            path.unlink()
-        return good, sha
-    running = hashlib.sha256()
-    at = 0
-    with path.open("rb", buffering=0) as opened:
-        for mark in marks:
-            while at < mark.end:
-                data = opened.read(min(BLOCK, mark.end - at))
-                if not data:
-                    break
-                running.update(data)
-                at += len(data)
-            if at != mark.end or mark.end > file.size or running.hexdigest() != mark.sha256:
-                break
-            good, sha = at, running.copy()
-    if not good:
-        path.unlink()
-    return good, sha
 
 
 def identity_of(path: Path) -> tuple[int, int, int] | None:
