@@ -130,10 +130,17 @@ def _runs(spread: Any) -> list[list[Run]]:
 
 
 def _mesh_order(spread: Any) -> list[int]:
-    """The mesh dims in the order in which they cut: left to right, unless the layout says other."""
+    """The mesh dims in the order in which they cut: left to right, unless the layout says other.
+
+    It says so in one of two ways: by strided shards, cut left to right, or by an order beside plain
+    shards.
+    """
+    mesh_dims = list(range(len(spread.placements)))
+    if any(hasattr(placement, "split_factor") for placement in spread.placements):
+        return mesh_dims
     order = getattr(spread._spec, "shard_order", None) or ()
     told = [mesh_dim for entry in order for mesh_dim in entry.mesh_dims]
-    return told + [dim for dim in range(len(spread.placements)) if dim not in told]
+    return told + [mesh_dim for mesh_dim in mesh_dims if mesh_dim not in told]
 
 
 def _shard_dim(placement: Any) -> int | None:

@@ -20,6 +20,7 @@ from torch import nn
 from loadkit.atomic_folder import AtomicFolder
 from loadkit.errors import OptionError, UnknownNameError, UsageError
 from loadkit.finish import check_ready
+from loadkit.local_memory import is_spread
 from loadkit.origin import Origin, origin_of
 from loadkit.retrace import checkpoint_origin
 from loadkit.safetensors_writer import (
@@ -135,6 +136,7 @@ def save(
     """
     started = time.perf_counter()
     _check_options(max_shard_bytes)
+    _check_gathered(model)
     if save_format != "safetensors":
         if mapper is not None:
             raise OptionError(f"save_format {save_format!r} keeps the model's names: no mapper")
@@ -207,6 +209,24 @@ def _save_by_loader(save_format: str, *arguments: Any, **options: Any) -> SaveRe
         )
     report: SaveReport = own(*arguments, **options)
     return report
+
+
+def _check_gathered(model: nn.Module) -> None:
+    """Refuse parameters of which this process holds a part of a device mesh's.
+
+    Raises:
+        UsageError: PARTIAL_MODEL.
+    """
+    spread = [name for name, param in model.named_parameters() if is_spread(param)]
+    if spread:
+        raise UsageError(
+            f"{len(spread)} parameter(s) are DTensors, of which this process holds a part: "
+            f"{printable(spread[0])}",
+            code="PARTIAL_MODEL",
+            parameter=spread[0],
+            hint="save a module that has their full_tensor() in their place, or use "
+            "torch.distributed.checkpoint",
+        )
 
 
 def _check_whole(origin: Origin | None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import loadkit
-from helpers.checkpoints import write_llama
+from helpers.checkpoints import write_cfg, write_llama
 from helpers.cli import Ran, spawn
 from loadkit.generate import greedy
 
@@ -63,6 +63,25 @@ def test_every_rank_is_planned_and_one_is_loaded(run: Run, model: Path) -> None:
         (report,) = ran.json()["ranks"]
         assert (report["pp_rank"], report["tp_rank"], report["ep_rank"]) == (pp, tp, ep)
         assert report["bytes_read"] == plan["ranks"][rank]["bytes_to_read"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ep", [1, 2])
+def test_experts_over_ep_ranks_and_stages_say_what_one_process_says(
+    tmp_path: Path, ep: int
+) -> None:
+    """Four ranks: two stages of two, and in each stage the experts are cut or dealt."""
+    write_cfg(
+        tmp_path, architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", head_dim=4,
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, num_hidden_layers=3,
+        norm_topk_prob=True,
+    )  # fmt: skip
+    whole = loadkit.load_model(tmp_path, load_format="dummy")
+    loadkit.save(whole, tmp_path)
+    ran = speak(tmp_path, "--pp", 2, "--tp", 2, "--ep", ep)
+    assert ran.code == 0, ran.err
+    answer = greedy(loadkit.load_model(tmp_path), PROMPT, max_new_tokens=12)
+    assert ran.out == " ".join(map(str, answer)) + "\n"
 
 
 @pytest.mark.slow

@@ -152,6 +152,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"model_type": "mistral", "sliding_window": 4},
     "Qwen2ForCausalLM": {"model_type": "qwen2"},
     "Qwen3ForCausalLM": {"model_type": "qwen3", "head_dim": 4},
+    "Qwen3MoeForCausalLM": {
+        "model_type": "qwen3_moe", "head_dim": 4, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
     "Gemma3ForCausalLM": {
         "model_type": "gemma3_text", "head_dim": 4, "sliding_window": 4,
         "sliding_window_pattern": 2, "max_position_embeddings": 64, "tie_word_embeddings": True,
