@@ -67,6 +67,7 @@ class VerifyingReader(Reader):
         self._keep = keep
         self._tally = tally
         self._planned = Tally()
+        self._apart: list[tuple[FileDigests, range]] = []
         self._lock = threading.Lock()
         self._buffers: list[torch.Tensor] = []
         self._threads = threads_for(inner.load_config, most=8) if inner.concurrent else 1
@@ -75,8 +76,8 @@ class VerifyingReader(Reader):
         """Have bytes verified at the end that do not pass through here (a header)."""
         found = self._digests.get(id(file))
         if found is not None:
-            for tally in (self._tally, self._planned):
-                tally.touch(found, found.touching(start, end))
+            self._apart.append((found, found.touching(start, end)))
+            self._tally.touch(*self._apart[-1])
 
     # -- the plan --------------------------------------------------------------------------------
 
@@ -109,6 +110,8 @@ class VerifyingReader(Reader):
 
     def survey_end(self) -> Survey:
         total = self.inner.survey_end()
+        for each in self._apart:
+            self._planned.touch(*each)
         for found in self._digests.values():
             left = self._planned.left(found)
             if self._planned.is_mapped(found):
@@ -116,6 +119,7 @@ class VerifyingReader(Reader):
                 continue
             for unit in left:
                 total = _sum(total, self._unit_survey(found, unit))
+        self._planned = Tally()
         return total
 
     def _unit_survey(self, found: FileDigests, unit: int) -> Survey:
@@ -286,7 +290,7 @@ class _Check:
         self.whole = hashlib.sha256()
         self.blocks: dict[int, str] = {}
         start, end = found.unit(unit)
-        self._is_block = start % BLOCK == 0 and end in (start + BLOCK, found.file.size)
+        self._is_block = start % BLOCK == 0 and end == min(start + BLOCK, found.file.size)
         self._records = found.records and (found.whole is not None or found.digests[unit] is None)
 
     def add(self, offset: int, data: memoryview) -> None:

@@ -114,7 +114,10 @@ class Reader(ABC):
         """Told while a plan is counted: ``view`` will be called so."""
 
     def survey_end(self) -> Survey:
-        """What ``end`` will take after everything that was surveyed and expected."""
+        """What ``end`` will take after everything that was surveyed and expected.
+
+        A survey that comes later begins a new plan.
+        """
         return Survey(0, 0)
 
     def end(self, landed: Callable[[int], None] | None = None) -> int:

@@ -46,6 +46,7 @@ class PrefetchingReader(Reader):
         self.budget = BLOCKS_AHEAD * threads * block
         self.warmer = Warmer(threads, block, self.budget, warm)
         self.remarks = inner.remarks
+        self._planned = False
         self._expected_small = 0
         self._small: dict[int, tuple[File, list[tuple[int, int]]]] = {}
         self._views: dict[int, tuple[File, list[tuple[int, int]]]] = {}
@@ -53,6 +54,7 @@ class PrefetchingReader(Reader):
 
     def survey(self, places: Iterable[Place]) -> Survey:
         places = list(places)
+        self._begin()
         if _wanted(places) <= self.budget:
             for part in by_file(places):
                 _, ranges = self._small.setdefault(id(part[0].file), (part[0].file, []))
@@ -69,11 +71,21 @@ class PrefetchingReader(Reader):
         self.inner.bring(place)
 
     def expect_view(self, file: File, offset: int, nbytes: int) -> None:
+        self._begin()
         self._views.setdefault(id(file), (file, []))[1].append((offset, offset + nbytes))
         self.inner.expect_view(file, offset, nbytes)
 
     def survey_end(self) -> Survey:
+        self._planned = True
         return self.inner.survey_end()
+
+    def _begin(self) -> None:
+        """After a whole plan: what is surveyed now belongs to a new one."""
+        if self._planned:
+            self._planned = False
+            self._small.clear()
+            self._views.clear()
+            self._expected_small = 0
 
     def read(self, extents: Sequence[Extent], landed: Landed | None = None) -> int:
         """As the inner reader; threads warm what it comes to next."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import stat
 import threading
 from collections.abc import Iterator, Sequence
@@ -52,6 +53,7 @@ SIDE_FILES = frozenset(
         "vocab.txt",
     }
 )
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 # A folder of such a name is listed as if it were a file, so that opening it tells what is wrong.
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
@@ -79,6 +81,7 @@ class LocalSource(Source):
         if not stat.S_ISDIR(found.st_mode):
             self.single, self._named, path = path.name, resolve(path, path.name), path.parent
         self.root = resolve(path, self.uri)
+        self._blobs = [os.path.realpath(folder) for folder in blob_roots(self.root)]
         self._allowed = [self.root, *blob_roots(self.root), *allowed_roots(load_config)]
         self._open: dict[str, LocalFile] = {}
         self._lock = threading.Lock()
@@ -100,7 +103,11 @@ class LocalSource(Source):
         if self.single is not None:
             names = [self.single, *(SIDE_FILES - {self.single})]
             return sorted(
-                (FileInfo(n, self._size(n)) for n in names if Path(self.root, n).is_file()),
+                (
+                    FileInfo(n, self._size(n), self._sha256(n))
+                    for n in names
+                    if Path(self.root, n).is_file()
+                ),
                 key=lambda info: info.name,
             )
         found = list(islice(self._walk(), MAX_LISTED + 1))
@@ -120,7 +127,8 @@ class LocalSource(Source):
                     if _is_folder(entry):
                         folders.append(name)
                     else:
-                        yield FileInfo(name, self._size(name))
+                        digest = self._sha256(name) if entry.is_symlink() else None
+                        yield FileInfo(name, self._size(name), digest)
         except OSError as error:
             if not folder:
                 raise read_error(error, self.uri, "list") from error
@@ -137,6 +145,14 @@ class LocalSource(Source):
         except OSError:
             return 0
         return found.st_size if stat.S_ISREG(found.st_mode) else 0
+
+    def _sha256(self, name: str) -> str | None:
+        """What the hub says a file of its cache holds: large files lie in blobs named after it."""
+        if not self._blobs:
+            return None
+        target = os.path.realpath(Path(self.root, name))
+        folder, _, digest = target.rpartition("/")
+        return digest if folder in self._blobs and _SHA256.fullmatch(digest) else None
 
     # -- opening ---------------------------------------------------------------------------------
 
