@@ -31,7 +31,18 @@ if TYPE_CHECKING:
     from loadkit.sources.base import File
     from loadkit.tracing.recorder import Recorder
 
-__all__ = ["Contents", "checkpoint_contents", "model_contents", "planned_load", "raise_problems"]
+__all__ = [
+    "Contents",
+    "casts_of",
+    "check_ties",
+    "checkpoint_contents",
+    "model_contents",
+    "output_of",
+    "planned_load",
+    "raise_problems",
+    "reader_for",
+    "skipped_of",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,10 +189,8 @@ def model_contents(job: Job) -> Contents:
             ]
         files = [job.source.open(name) for name in planned.plan.files]
         reader = reader_for(job, files)
-        _check_ties(planned, reader)
-        casts: dict[tuple[str, str], int] = {}
-        for change in planned.casts():
-            casts[change] = casts.get(change, 0) + 1
+        check_ties(planned, reader)
+        casts = casts_of(planned)
     return Contents(
         groups,
         files,
@@ -190,7 +199,7 @@ def model_contents(job: Job) -> Contents:
         config,
         planned.plan,
         casts,
-        {r.tensor: r.reason or "" for r in planned.plan.rows if r.kind == "skipped" and r.tensor},
+        skipped_of(planned.plan),
         layout.ties,
     )
 
@@ -204,7 +213,20 @@ def output_of(name: str, tensor: torch.Tensor, recorder: Recorder) -> Output:
     return Output(name, value, tensor.dtype)
 
 
-def _check_ties(planned: Planned, reader: Reader) -> None:
+def casts_of(planned: Planned) -> dict[tuple[str, str], int]:
+    """Conversions of a planned load: (from, to) -> how many tensors."""
+    casts: dict[tuple[str, str], int] = {}
+    for change in planned.casts():
+        casts[change] = casts.get(change, 0) + 1
+    return casts
+
+
+def skipped_of(plan: LoadPlan) -> dict[str, str]:
+    """Tensors that a plan makes no use of, with the reason."""
+    return {r.tensor: r.reason or "" for r in plan.rows if r.kind == "skipped" and r.tensor}
+
+
+def check_ties(planned: Planned, reader: Reader) -> None:
     """Compare tensors that the model ties and the checkpoint holds twice.
 
     Raises:

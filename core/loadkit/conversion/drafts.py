@@ -14,6 +14,7 @@ from torch import nn
 from loadkit.config_lookup import find_quantization
 from loadkit.conversion.contents import Contents, checkpoint_contents, model_contents
 from loadkit.conversion.draft import Draft, checkpoint_draft, own_config
+from loadkit.conversion.rank_drafts import sharded_draft
 from loadkit.dtypes import dtype_name
 from loadkit.errors import ArchitectureError, ConfigFileError, OptionError, UsageError
 from loadkit.hf_config import HFConfig
@@ -71,6 +72,14 @@ def make_draft(
     """
     _check(to, names, sizes, most)
     header = check_metadata(metadata)
+    if to != "safetensors":
+        job = resolve(source, load_config=load_config, **options)
+        stack.callback(job.close)
+        draft = stack.enter_context(
+            sharded_draft(stack, job, sizes, load_format=to, metadata=header, most=most)
+        )
+        how = How(to, "parameter", "as the model calls them")
+        return draft, replace(how, shown=job.load_config.use_tqdm_on_load)
     job, contents, how = contents_of(stack, source, names, load_config, options)
     draft = stack.enter_context(
         checkpoint_draft(
@@ -91,6 +100,8 @@ def _check(to: str, names: str, sizes: Mapping[str, int], most: Any) -> None:
         raise OptionError(f"names is {names!r}; accepted: {', '.join(NAMES)}")
     if not isinstance(most, int) or isinstance(most, bool) or most < 1:
         raise OptionError(f"max_shard_bytes is {most!r}; accepted: a number of bytes, at least 1")
+    if to != "safetensors" and names != "auto":
+        raise OptionError(f"names is {names!r}; files of ranks hold the model's parameters")
     if to == "safetensors" and any(size != 1 for size in sizes.values()):
         asked = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size != 1)
         raise OptionError(

@@ -41,8 +41,16 @@ class Contents:
         return found
 
 
-def contents_of(model: nn.Module, origin: Origin | None, topology: Topology) -> Contents:
+def contents_of(
+    model: nn.Module, origin: Origin | None, topology: Topology, *, finished: bool = True
+) -> Contents:
     """What a model saves, checked: a load of it will ask for these names and shapes.
+
+    Args:
+        model: its parameters may be on meta.
+        origin: what it remembers.
+        topology: of its ranks.
+        finished: post-processing has run on it; False for a model that was planned only.
 
     Raises:
         ModelError: LAYOUT_UNKNOWN, post-processing changed weights and does not say to what.
@@ -50,7 +58,7 @@ def contents_of(model: nn.Module, origin: Origin | None, topology: Topology) -> 
         UsageError: a parameter is a shard of a DTensor.
     """
     tensors, tied = _state(model, origin)
-    versions = _versions(model, origin)
+    versions = _versions(model, origin) if finished else {}
     rank = 0 if origin is None else topology.rank_of(origin.config.parallel_config)
     boxes, whole = Boxes(), {}
     if origin is not None and origin.architecture:
@@ -114,8 +122,10 @@ def _memory(tensor: torch.Tensor) -> Any:
     """What two names of the very same elements have in common."""
     if not tensor.numel():
         return id(tensor)
-    place = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
-    return (*place, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    storage = tensor.untyped_storage()
+    memory = storage._cdata if tensor.device.type == "meta" else storage.data_ptr()
+    layout = tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+    return (memory, *layout)
 
 
 def _versions(model: nn.Module, origin: Origin | None) -> dict[str, str]:

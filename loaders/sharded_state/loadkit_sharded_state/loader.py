@@ -18,6 +18,7 @@ from loadkit.tracing.given import Given
 from loadkit_sharded_state.artefact import Artefact, open_artefact
 from loadkit_sharded_state.assemble import assembled, check_reshardable
 from loadkit_sharded_state.by_key import place_by_key, state_of
+from loadkit_sharded_state.contents import Contents, contents_of
 from loadkit_sharded_state.layouts import layout_versions
 from loadkit_sharded_state.pattern import DEFAULT_PATTERN, FilePattern
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from loadkit.config import LoadConfig
     from loadkit.model_config import ModelConfig
+    from loadkit.origin import Origin
     from loadkit.quantization import QuantizationConfig
     from loadkit.save import SaveReport
 
@@ -207,6 +209,16 @@ class ShardedStateLoader(BaseModelLoader):
                 detail={"saved": saved, "here": here},
                 hint="save the model again with this version",
             )
+
+    @classmethod
+    def rank_contents(cls, model: nn.Module, origin: Origin | None, topology: Topology) -> Contents:
+        """What the files of a planned rank hold: views of its parameters, and its manifest."""
+        return contents_of(model, origin, topology, finished=False)
+
+    @classmethod
+    def rank_file(cls, rank: int, part: int) -> str:
+        """The name of a rank's file number ``part``."""
+        return FilePattern().name(rank, part)
 
     @classmethod
     def save_model(cls, model: nn.Module, path: Any, **options: Any) -> SaveReport:
