@@ -16,10 +16,10 @@ from helpers.checkpoints import write_shards
 from helpers.deepseek_shaped import (
     ARCHITECTURE,
     deepseek_config,
+    deepseek_shaped,
     deepseek_shapes,
-    register_deepseek_shaped,
 )
-from loadkit import ExpertPlacement, tables
+from loadkit import ExpertPlacement
 from loadkit.config import LoadConfig, ParallelConfig
 from loadkit.errors import ModelError
 
@@ -47,11 +47,8 @@ MOE = "model.layers.1.mlp.experts."
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
-    before = [dict(t._local) for t in (tables.models, tables.quantization)]
-    register_deepseek_shaped()
-    yield
-    for table, local in zip((tables.models, tables.quantization), before, strict=True):
-        table._local = local
+    with deepseek_shaped():
+        yield
 
 
 def config_of(block: int = BLOCK, **changes: Any) -> dict[str, Any]:
@@ -131,7 +128,7 @@ def test_TP_04_dequantised_shards_of_every_rank_are_rows_of_the_dequantised_whol
 
 def test_TP_04_a_split_inside_a_block_is_refused_when_the_layer_is_made(tmp_path: Path) -> None:
     # The case's sizes: blocks of 4, 12 rows, 2 ranks: 6 rows each end inside a block.
-    config = config_of(4, moe_intermediate_size=12)
+    config = config_of(4, moe_intermediate_size=12, n_shared_experts=2)
     write(tmp_path, config, tensors_of(config))
     plan = loadkit.plan(tmp_path, parallel=ParallelConfig(tp_size=2))
     (problem,) = plan.problems

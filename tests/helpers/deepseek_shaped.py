@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+import loadkit
 from helpers.block_fp8 import NAME, register_block_fp8
 from helpers.checkpoints import sparse_safetensors, write_index
-from loadkit import ModelRegistry
+from loadkit import ModelRegistry, tables
 from loadkit.auto_weights_loader import AutoWeightsLoader
-from loadkit.config import LoadkitConfig
+from loadkit.config import LoadkitConfig, ParallelConfig
 from loadkit.ignored_weights import IgnoredWeight
 from loadkit.mapper import WeightsMapper
 from loadkit.tensor_info import DTYPES
@@ -39,7 +41,9 @@ from loadkit_layers import (
 __all__ = [
     "ARCHITECTURE",
     "deepseek_config",
+    "deepseek_shaped",
     "deepseek_shapes",
+    "plan_ranks",
     "register_deepseek_shaped",
     "write_deepseek_shaped",
 ]
@@ -53,6 +57,19 @@ def register_deepseek_shaped() -> None:
     path = f"{DeepseekShapedForCausalLM.__module__}:{ARCHITECTURE}"
     ModelRegistry.register_model(ARCHITECTURE, path, override=True)
     register_block_fp8()
+
+
+@contextmanager
+def deepseek_shaped() -> Iterator[None]:
+    """``register_deepseek_shaped``, for the block."""
+    both = (tables.models, tables.quantization)
+    before = [dict(table._local) for table in both]
+    register_deepseek_shaped()
+    try:
+        yield
+    finally:
+        for table, local in zip(both, before, strict=True):
+            table._local = local
 
 
 def deepseek_config(layers: int = 61, experts: int = 256, **changes: Any) -> dict[str, Any]:
@@ -178,6 +195,30 @@ def write_deepseek_shaped(
         weight_map |= dict.fromkeys(part, file)
     write_index(folder, weight_map, total_size=total)
     return folder
+
+
+def plan_ranks(folder: str | Path, ranks: int) -> list[dict[str, Any]]:
+    """Plan every rank of tp and ep ``ranks``, one after the other; the numbers of each."""
+    found = []
+    for rank in range(ranks):
+        parallel = ParallelConfig.for_rank(rank, tp_size=ranks, ep_size=ranks)
+        plan = loadkit.plan(folder, parallel=parallel)
+        skipped = [row for row in plan.rows if row.kind == "skipped"]
+        placed = [row for row in plan.rows if row.kind not in ("skipped", "fill")]
+        found.append(
+            {
+                "ok": plan.ok,
+                "needed": plan.bytes_needed,
+                "to_read": plan.bytes_to_read,
+                "parameters": plan.parameter_bytes,
+                "rows": len(placed),
+                "skipped": len(skipped),
+                "elsewhere": sum("ep rank" in (row.reason or "") for row in skipped),
+                "tensors": len({row.tensor for row in placed}),
+                "exact": all(row.exact == "exact" for row in placed),
+            }
+        )
+    return found
 
 
 # -- the model -----------------------------------------------------------------------------------
