@@ -63,16 +63,28 @@ def check_strategy(load_config: LoadConfig) -> None:
         hint = "eager reads from front to back, on one thread; leave num_threads out"
         raise _against("reader", "eager", "num_threads", load_config.num_threads, hint)
     if strategy in ("lazy", "eager"):
-        for name in sorted(SAFETENSORS_OPTIONS - {"safetensors_load_strategy"}):
-            value = getattr(load_config, name)
-            if value != load_config.options()[name].default:
-                hint = "it is for 'prefetch'; leave it out"
-                raise _against("safetensors_load_strategy", strategy, name, value, hint)
+        _refuse_idle_prefetch(load_config, f"safetensors_load_strategy is {strategy!r}")
     if load_config.digest_store != "cache" and load_config.verify != "digest":
         raise _against(
             "verify", load_config.verify, "digest_store", load_config.digest_store,
             "digests are kept where verify is 'digest'",
         )  # fmt: skip
+
+
+def _refuse_idle_prefetch(load_config: LoadConfig, why: str) -> None:
+    """Options of prefetching where nothing is prefetched would do nothing."""
+    given = {
+        name: getattr(load_config, name)
+        for name in sorted(SAFETENSORS_OPTIONS - {"safetensors_load_strategy"})
+        if getattr(load_config, name) != load_config.options()[name].default
+    }
+    if given:
+        said = ", ".join(f"{name}={value}" for name, value in given.items())
+        raise OptionError(
+            f"LoadConfig has {said}, and this load prefetches nothing: {why}",
+            detail={"options": list(given)},
+            hint="leave it out, or set safetensors_load_strategy to 'prefetch'",
+        )
 
 
 def _against(first: str, value: object, second: str, other: object, hint: str) -> OptionError:
@@ -117,6 +129,7 @@ def reader_for(
     if strategy is None and load_config.reader == "auto" and choice.reader.name != "direct":
         why = _worth_warming(files, around)
     if not why:
+        _refuse_idle_prefetch(load_config, "auto found no need to")
         return choice
     return ReaderChoice(
         PrefetchingReader(choice.reader), f"{choice.why}; prefetched into the page cache: {why}"

@@ -83,14 +83,15 @@ def _settle(
             alone.evaluated(expr)
     alone.close()
     mine = share.survey(planned.reader)
+    rest = planned.reader.survey_end()
     opaque = sum(planned.recorder.opaque_bytes.values())
     plan = planned.plan
     planned.share = share
     planned.plan = replace(
         plan,
         distribute="broadcast",
-        bytes_to_read=mine.nbytes + alone.read + opaque,
-        requests=mine.requests + alone.requests,
+        bytes_to_read=mine.nbytes + alone.read + rest.nbytes + opaque,
+        requests=mine.requests + alone.requests + rest.requests,
         group_bytes_to_read=share.shares.nbytes,
         predicted_peak_bytes=plan.predicted_peak_bytes + share.staging_bytes,
         reader_why=f"{plan.reader_why}; each of {len(needs)} ranks reads a part of what all need "

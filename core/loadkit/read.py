@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -269,14 +270,14 @@ class _Run:
     def _evaluate(self, expr: Expr) -> torch.Tensor:
         """An expression's value; a region of a file that stands in it twice is read once."""
         recent: dict[tuple[int, View], torch.Tensor] = {}
+        # No closure: a failed load's frames are emptied, and what a closure holds would stay.
+        return evaluate(expr, partial(self._fetch_once, recent), self.cache)
 
-        def fetch(src: Src) -> torch.Tensor:
-            key = (id(src.leaf), src.view)
-            if key not in recent:
-                recent[key] = self.fetch(src)
-            return recent[key].view(src.dtype)
-
-        return evaluate(expr, fetch, self.cache)
+    def _fetch_once(self, recent: dict[tuple[int, View], torch.Tensor], src: Src) -> torch.Tensor:
+        key = (id(src.leaf), src.view)
+        if key not in recent:
+            recent[key] = self.fetch(src)
+        return recent[key].view(src.dtype)
 
     def fetch(self, src: Src) -> torch.Tensor:
         """A leaf's region: a view of the mapping, or dense memory of its own."""

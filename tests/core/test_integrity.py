@@ -15,6 +15,7 @@ import torch
 
 import loadkit
 from helpers.checkpoints import llama_sd, write_cfg, write_index, write_llama, write_st
+from helpers.gguf_files import lone_llama
 from helpers.watching import loadkit_threads, watched_reads
 from loadkit.config import LoadConfig, ParallelConfig
 from loadkit.errors import ChangedError, IntegrityError
@@ -437,3 +438,15 @@ def test_blocks_are_four_mebibytes(
     assert content["blocks"] == {"0": sha256((llama / NAME).read_bytes())}
     found = loadkit.load(llama, load_config=by(reader="pread"))
     assert found.report.bytes_read == found.plan.bytes_to_read
+
+
+@pytest.mark.parametrize("options", [{}, {"reader": "pread"}], ids=["map", "pread"])
+def test_a_gguf_file_is_verified_as_it_is_decoded(tmp_path: Path, options: dict[str, Any]) -> None:
+    path = lone_llama(tmp_path / "toy.gguf")
+    for expected in ("recorded_bytes", "compared_bytes"):
+        found = loadkit.load(path, load_format="gguf", dtype="bfloat16", load_config=by(**options))
+        assert found.report.verified[expected] > 0
+        assert found.report.bytes_read == found.plan.bytes_to_read
+    corrupt(path, path.stat().st_size - 100)
+    with pytest.raises(IntegrityError, match="ffn_down"):
+        loadkit.load(path, load_format="gguf", dtype="bfloat16", load_config=by(**options))

@@ -296,12 +296,13 @@ def test_SPD_01_lazy_maps_no_file_whose_faults_may_hang(llama: Path) -> None:
         ({"reader": "eager", "num_threads": 4}, "'eager'.*num_threads = 4"),
         (
             {"safetensors_load_strategy": "lazy", "safetensors_prefetch_num_threads": 2},
-            "'lazy'.*safetensors_prefetch_num_threads = 2",
+            "safetensors_prefetch_num_threads=2, .*'lazy'",
         ),
         (
             {"safetensors_load_strategy": "eager", "safetensors_prefetch_block_size": 8192},
-            "'eager'.*safetensors_prefetch_block_size = 8192",
+            "safetensors_prefetch_block_size=8192, .*'eager'",
         ),
+        ({"safetensors_prefetch_num_threads": 2}, "prefetches nothing: auto found no need"),
         ({"digest_store": "none"}, "verify = 'size'.*digest_store = 'none'"),
         ({"model_loader_extra_config": {"num_threads": 4}}, "without enable_multithread_load"),
         ({"model_loader_extra_config": {"byte_budget": 4}}, "without enable_multithread_load"),

@@ -19,11 +19,7 @@ UNUSED: dict[str, Any] = {
     "gguf_misaligned": "decode",
     "pt_load_map_location": "cuda:0",
     "revision": "main",
-    "safetensors_load_strategy": "eager",
-    "safetensors_prefetch_block_size": 1 << 20,
-    "safetensors_prefetch_num_threads": 2,
     "stream": True,
-    "verify": "digest",
     "weights_key": "model",
 }
 # What every such load follows.
@@ -33,20 +29,26 @@ USED: dict[str, Any] = {
     "allowed_roots": ("/tmp",),
     "cache_dir": "~/cache",
     "device": "cpu",
+    "digest_store": "cache",  # others are refused without digests: see test_load_strategies
     "download_dir": "~/down",
     "fall_back_to_pt": False,
     "ignore_index": True,
     "ignore_patterns": ("*.bin",),
     "load_format": "safetensors",
+    "local_ranks": 2,
     "missing_ok": ("*.never",),
     "model_loader_extra_config": {},
     "num_threads": 1,
     "reader": "pread",
+    "safetensors_load_strategy": "eager",
+    "safetensors_prefetch_block_size": 16 << 20,  # others are refused where nothing is prefetched
+    "safetensors_prefetch_num_threads": 8,
     "staging_slot_bytes": 8 << 20,  # others are refused on the CPU: see test_staging
     "staging_slots": 16,
     "subfolder": "model",
     "trust_remote_code": True,
     "use_tqdm_on_load": False,
+    "verify": "digest",
 }
 
 
