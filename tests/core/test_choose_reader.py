@@ -15,7 +15,7 @@ import loadkit
 from helpers.checkpoints import write_llama
 from helpers.extents import content
 from loadkit.config import LoadConfig
-from loadkit.errors import UsageError
+from loadkit.errors import ReadError, UsageError
 from loadkit.readers import Surroundings, can_alias, choose_reader, file_systems, surroundings
 from loadkit.readers.base import Place
 from loadkit.sources.base import File
@@ -114,7 +114,7 @@ def test_a_file_without_a_path_is_read_and_not_mapped() -> None:
 
 @pytest.mark.usefixtures("_local")
 @pytest.mark.parametrize("number", [errno.ENOMEM, errno.ENODEV])
-def test_a_mapping_that_is_refused_falls_back_to_reading(
+def test_fault_7_a_mapping_that_is_refused_falls_back_to_reading(
     file: LocalFile, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -124,6 +124,24 @@ def test_a_mapping_that_is_refused_falls_back_to_reading(
     choice = choose_reader(LoadConfig(), [file], "cpu")
     assert choice.reader.name == "pread"
     assert os.strerror(number) in choice.why
+
+
+@pytest.mark.parametrize("number", [errno.ENOMEM, errno.ENODEV])
+def test_fault_7_a_mapping_that_was_asked_for_and_is_refused_is_an_error_that_helps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    write_llama(tmp_path)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mmap, "mmap", refuse)
+        fallen_back = loadkit.load(tmp_path)
+        with pytest.raises(ReadError) as caught:
+            loadkit.load(tmp_path, load_config=LoadConfig(reader="mmap"))
+    assert (fallen_back.report.reader, fallen_back.report.aliased_bytes) == ("pread", 0)
+    assert (caught.value.errno, caught.value.hint) == (number, "choose the reader 'pread'")
 
 
 def test_a_named_reader_is_taken_as_named(file: LocalFile) -> None:

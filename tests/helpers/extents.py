@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from loadkit.readers import mmap, pread, rows, runs
+from loadkit.readers import direct, eager, mmap, pread, rows, runs
 from loadkit.readers.base import Extent, Place, Reader, Survey
 from loadkit.readers.direct import DirectReader
+from loadkit.readers.eager import EagerReader
 from loadkit.readers.mmap import MmapReader
 from loadkit.readers.pread import PreadReader
 from loadkit.readers.rows import GAP
@@ -19,6 +20,7 @@ from loadkit.readers.runs import LONG_ROW
 from loadkit.sources.local_file import LocalFile
 
 READERS: list[type[Reader]] = [PreadReader, MmapReader, DirectReader]
+BY_CALLS: list[type[Reader]] = [*READERS, EagerReader]
 SIZE = 3 << 20
 
 
@@ -97,3 +99,5 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     """Cut the work into pieces of this size, so that little work needs many threads."""
     for module in (runs, rows, pread, mmap):
         monkeypatch.setattr(module, "PIECE", nbytes)
+    for module in (direct, eager):
+        monkeypatch.setattr(module, "WINDOW", -(-nbytes // direct.BLOCK) * direct.BLOCK)

@@ -27,7 +27,7 @@ from loadkit.readers.base import Extent, Place, Reader, Survey
 from loadkit.readers.extents import buffer_at, check_extent
 from loadkit.readers.runs import fill, pull
 from loadkit.readers.threads import Task, run_tasks
-from loadkit.readers.windows import by_file, meeting, merged, scatter, spans
+from loadkit.readers.windows import by_file, meeting, merged, owner_at, scatter, spans
 from loadkit.text import printable
 
 if TYPE_CHECKING:
@@ -117,9 +117,10 @@ class DirectReader(Reader):
         try:
             address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
             pieces = _in_place(inside, start, end)
-            buffers, owners = _layout(address, start, end, pieces, inside)
+            buffers = _layout(address, start, end, pieces)
             needed = min(end, max(_end(extent) for extent in inside)) - start
-            got = pull(file, start, buffers, owners[0], descriptor=descriptor)
+            owners = partial(owner_at, inside)
+            got = pull(file, start, buffers, owners(start), descriptor=descriptor)
             if got < needed:  # cut short, maybe inside a block: go on as others read
                 fill(file, start, _first(buffers, needed), owners, done=got)
             at = start
@@ -184,11 +185,12 @@ def _close_all(descriptors: dict[int, int]) -> None:
 
 def _windows(items: Sequence[Extent] | Sequence[Place]) -> Iterator[tuple[int, int]]:
     """Ranges of one file that are read at once, in order: whole blocks, at most ``WINDOW``."""
+    gap = min(GAP, WINDOW // 2)  # no window is all gap
     for cluster in _clusters(items):
         low = high = -1
-        for start, end in merged(span for item in cluster for span in spans(item, GAP)):
+        for start, end in merged(span for item in cluster for span in spans(item, gap)):
             start, end = start // BLOCK * BLOCK, -(-end // BLOCK) * BLOCK
-            if high < 0 or start > high + GAP:
+            if high < 0 or start > high + gap:
                 yield from _pieces(low, high)
                 low = start
             high = max(high, end)
@@ -235,20 +237,16 @@ def _in_place(inside: Sequence[Extent], start: int, end: int) -> list[_Place]:
     return pieces
 
 
-def _layout(
-    address: int, start: int, end: int, pieces: Sequence[_Place], inside: Sequence[Extent]
-) -> tuple[list[memoryview], list[Extent]]:
-    """The buffers of one request, and the extent that each is told by in an error."""
+def _layout(address: int, start: int, end: int, pieces: Sequence[_Place]) -> list[memoryview]:
+    """The buffers of one request: the window's own memory, but for the pieces."""
     buffers: list[memoryview] = []
-    owners: list[Extent] = []
     at = start
     for low, high, place in (*pieces, (end, end, 0)):
         for begin, stop, target in ((at, low, address + at - start), (low, high, place)):
             if begin < stop:
                 buffers.append(buffer_at(target, stop - begin))
-                owners.append(next((e for e in inside if _end(e) > begin), inside[-1]))
         at = high
-    return buffers, owners
+    return buffers
 
 
 def _first(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:

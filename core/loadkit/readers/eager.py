@@ -8,6 +8,7 @@ never in memory as a whole. Gaps inside a window are read, longer ones are passe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from loadkit.readers.base import Extent, Place, Reader, Survey
 from loadkit.readers.extents import buffer_at, check_extent
 from loadkit.readers.runs import fill
-from loadkit.readers.windows import by_file, meeting, merged, scatter, spans
+from loadkit.readers.windows import by_file, meeting, merged, owner_at, scatter, spans
 
 if TYPE_CHECKING:
     from loadkit.config import LoadConfig
@@ -78,7 +79,7 @@ class EagerReader(Reader):
         if self._held != (file, start, end):
             self._held = None
             buffer = buffer_at(address, end - start)
-            moved = fill(file, start, [buffer], inside[:1])
+            moved = fill(file, start, [buffer], partial(owner_at, inside))
             self._held = file, start, end
             if landed is not None:
                 landed(moved)

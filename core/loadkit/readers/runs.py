@@ -151,12 +151,13 @@ def fill(
     file: File,
     offset: int,
     buffers: list[memoryview],
-    owners: Sequence[Extent],
+    owners: Sequence[Extent] | Callable[[int], Extent],
     *,
     done: int = 0,
 ) -> int:
     """Fill all buffers from one place of the file on; short reads are continued.
 
+    ``owners`` says whose bytes they are, for errors: of each buffer, or of an offset of the file.
     The first ``done`` bytes are there already.
     """
     start, at, got = offset, 0, done
@@ -169,7 +170,8 @@ def fill(
             return offset - start
         if got:
             buffers[at] = buffers[at][got:]
-        got = pull(file, offset, buffers[at:] if at else buffers, owners[at])
+        owner = owners(offset) if callable(owners) else owners[at]
+        got = pull(file, offset, buffers[at:] if at else buffers, owner)
 
 
 def pull(

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 from loadkit.readers.base import Extent, Place
 from loadkit.readers.extents import copy_rows
 
-__all__ = ["Cut", "by_file", "cut", "meeting", "merged", "place_of", "scatter", "spans"]
+__all__ = ["Cut", "by_file", "cut", "meeting", "merged", "owner_at", "place_of", "scatter", "spans"]
 
 Item = TypeVar("Item", Extent, Place)
 
@@ -110,6 +110,11 @@ def meeting(
 
 def _end(item: Extent | Place) -> int:
     return item.offset + (item.rows - 1) * item.file_stride + item.row_bytes
+
+
+def owner_at(inside: Sequence[Extent], offset: int) -> Extent:
+    """Which of a window's extents an error at an offset of the file is told by."""
+    return next((extent for extent in inside if _end(extent) > offset), inside[-1])
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
