@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from loadkit.errors import ShardedError
 from loadkit.file_checks import show
-from loadkit.manifest import MANIFEST, Box, Manifest
+from loadkit.manifest import MANIFEST, Box, Manifest, WholeTensor
 from loadkit.tensor_info import torch_dtype
 from loadkit.tracing.lazy_tensor import LazyTensor
 from loadkit.tracing.storage import Storage, Unwritten, Value, Write
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from loadkit_sharded_state.artefact import Artefact
 
-__all__ = ["assembled", "check_reshardable"]
+__all__ = ["Assembly", "check_reshardable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +79,8 @@ def check_reshardable(manifest: Manifest | None, asked: str, world: str) -> Mani
     return manifest
 
 
-def assembled(
-    artefact: Artefact, manifest: Manifest, own: int
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every checkpoint tensor as (name, LazyTensor), in the manifest's order.
+class Assembly:
+    """The checkpoint's tensors, as parts of ranks' parameters.
 
     Args:
         artefact: the rank files.
@@ -91,46 +89,43 @@ def assembled(
             ones.
 
     Raises:
-        ShardedError: parts overlap, leave a hole, or lie outside of what they are parts of.
+        ShardedError: parts overlap, leave a hole, or lie outside of what they are parts of; or a
+            file is not what the manifest says.
+        FormatError: a header breaks a rule.
     """
-    parts: dict[str, list[_Part]] = {name: [] for name in manifest.tensors}
-    for entry in manifest.ranks:
-        tensors = artefact.tensors_of(entry.rank)
-        for parameter, boxes in entry.boxes.items():
-            for box in boxes:
-                stored = tensors.get(parameter)
-                if box.tensor not in parts or stored is None:
-                    raise _bad(box.tensor, entry.rank, f"has a part in {show(parameter)}, and the "
-                               "manifest or the files lack one of them")  # fmt: skip
-                parts[box.tensor].append(_Part(box, entry.rank, stored))
-    for name, found in parts.items():
-        whole = manifest.tensors[name]
-        stored_name = whole.stored or name
-        yield name, _whole(name, stored_name, torch_dtype(whole.dtype), whole.shape, found, own)
+
+    def __init__(self, artefact: Artefact, manifest: Manifest, own: int) -> None:
+        self._manifest = manifest
+        self._parts: dict[str, list[_Part]] = {name: [] for name in manifest.tensors}
+        for entry in manifest.ranks:
+            tensors = artefact.tensors_of(entry.rank)
+            for parameter, boxes in entry.boxes.items():
+                for box in boxes:
+                    stored = tensors.get(parameter)
+                    if box.tensor not in self._parts or stored is None:
+                        problem = f"has a part in {show(parameter)}, and one of them is missing"
+                        raise _bad(box.tensor, entry.rank, problem)
+                    self._parts[box.tensor].append(_Part(box, entry.rank, stored))
+        for name, found in self._parts.items():
+            self._parts[name] = _each_once(found, own)
+            _check(name, manifest.tensors[name], self._parts[name])
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor as (name, LazyTensor), in the manifest's order; new ones each time."""
+        for name, parts in self._parts.items():
+            yield name, _whole(name, self._manifest.tensors[name], parts)
 
 
-def _whole(
-    name: str,
-    stored_name: str,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    parts: list[_Part],
-    own: int,
-) -> LazyTensor:
-    view = contiguous(shape, dtype.itemsize)
-    chosen = _each_once(parts, own)
-    _check(name, view, dtype, chosen)
+def _whole(name: str, whole: WholeTensor, parts: list[_Part]) -> LazyTensor:
+    dtype = torch_dtype(whole.dtype)
+    view = contiguous(whole.shape, dtype.itemsize)
     storage = Storage(Unwritten(f"checkpoint tensor {name}"), view.numel, view.itemsize)
-    for part in chosen:
+    for part in parts:
         source, target = part.box.source, part.box.target
-        held = part.stored.storage(stored_name)
-        value = Value(
-            held,
-            len(held.writes),
-            View(target.size, target.stride, target.offset, dtype.itemsize),
-            dtype,
-        )
+        held = part.stored.storage(whole.stored or name)
+        place = View(target.size, target.stride, target.offset, dtype.itemsize)
         region = View(source.size, source.stride, source.offset, dtype.itemsize)
+        value = Value(held, len(held.writes), place, dtype)
         storage.writes.append(Write(region, dtype, value))
     return LazyTensor(storage, view, dtype)
 
@@ -145,8 +140,9 @@ def _each_once(parts: list[_Part], own: int) -> list[_Part]:
     return sorted(chosen, key=lambda part: part.box.source.offset)
 
 
-def _check(name: str, whole: View, dtype: torch.dtype, parts: list[_Part]) -> None:
+def _check(name: str, whole: WholeTensor, parts: list[_Part]) -> None:
     """The parts fit into the whole and are all of it, each element once."""
+    dtype, numel = torch_dtype(whole.dtype), prod(whole.shape)
     held = 0
     previous: View | None = None
     for part in parts:
@@ -155,16 +151,15 @@ def _check(name: str, whole: View, dtype: torch.dtype, parts: list[_Part]) -> No
         if part.stored.dtype != dtype:
             raise _bad(name, part.rank, f"is {dtype}, and its part is {part.stored.dtype}")
         inside = View(target.size, target.stride, target.offset, 1).span()[1]
-        if region.span()[1] > whole.numel or inside > prod(part.stored.shape):
+        if region.span()[1] > numel or inside > prod(part.stored.shape):
             raise _bad(name, part.rank, "has a part that reaches out of its tensor")
         if previous is not None and relate(previous, region) is not DISJOINT:
             raise _bad(name, part.rank, "has parts that overlap")
         held += region.numel
         previous = region
-    if held != whole.numel:
-        what = "leave a hole" if held < whole.numel else "overlap"
-        raise _bad(name, None, f"has {whole.numel} elements, and its parts hold {held}: they "
-                   f"{what}")  # fmt: skip
+    if held != numel:
+        what = "leave a hole" if held < numel else "overlap"
+        raise _bad(name, None, f"has {numel} elements, and its parts hold {held}: they {what}")
 
 
 def _bad(name: str, rank: int | None, problem: str) -> ShardedError:

@@ -60,7 +60,7 @@ def contents_of(
     tensors, tied = _state(model, origin)
     versions = _versions(model, origin) if finished else {}
     rank = 0 if origin is None else topology.rank_of(origin.config.parallel_config)
-    boxes, whole = Boxes(), {}
+    boxes, whole = Boxes(), dict[str, WholeTensor]()
     if origin is not None and origin.architecture:
         _check_loadable(model, origin, tensors, tied, processed=bool(versions))
         if not versions:

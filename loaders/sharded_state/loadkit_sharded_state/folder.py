@@ -5,8 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -56,7 +56,7 @@ class RankFolder(AtomicFolder):
         trace: TracebackType | None,
     ) -> None:
         if kind is not None:
-            for name in self.names:
+            for name in reversed(self.names):  # what says that they are whole goes first
                 with suppress(OSError):
                     (self._staging / name).unlink()
         with suppress(OSError):
@@ -69,28 +69,36 @@ class RankFolder(AtomicFolder):
 
     def listed(self) -> list[str]:
         """What lies there now, of every rank."""
-        with suppress(FileNotFoundError):
+        with self._typed("list"), suppress(FileNotFoundError):
             return sorted(os.listdir(self._staging))  # noqa: PTH208 - names are what is wanted
         return []
 
     def read(self, name: str) -> bytes:
         """One of these files."""
-        return (self._staging / name).read_bytes()
+        with self._typed("read", name):
+            return (self._staging / name).read_bytes()
 
     def remove(self, name: str) -> None:
         """Remove one of these files, if it is there."""
-        with suppress(FileNotFoundError):
+        with self._typed("remove", name), suppress(FileNotFoundError):
             (self._staging / name).unlink()
+
+    @contextmanager
+    def _typed(self, what: str, name: str = "") -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise write_error(error, name or str(self.path), what) from error
 
     def publish(self, name: str, data: bytes) -> None:
         """A small file that is there whole or not at all, and lasts."""
         temporary = f"{name}.{uuid.uuid4().hex[:8]}"
         with self.create(temporary) as out:
             out.write(data)
-        self.names.remove(temporary)
-        (self._staging / temporary).rename(self._staging / name)
-        self.names.append(name)
-        fsync_folder(self._staging)
+        with self._typed("put in place", name):
+            (self._staging / temporary).rename(self._staging / name)
+            self.names[self.names.index(temporary)] = name
+            fsync_folder(self._staging)
 
     def commit(self, finish: Callable[[], list[str] | None]) -> bool:
         """Put everything in place, once.
@@ -116,10 +124,9 @@ class RankFolder(AtomicFolder):
             return False
         self.names = names
         try:
-            self._move_out()
-            self._commit()
-        except OSError as error:
-            raise write_error(error, str(self.path), "put the new files in") from error
+            with self._typed("put the new files in"):
+                self._move_out()
+                self._commit()
         finally:
             lock, self._lock = self._lock, -1  # ``__exit__`` closes it
             self._discard()

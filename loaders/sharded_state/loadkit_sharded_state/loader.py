@@ -16,11 +16,12 @@ from loadkit.quantization import check_act_dtype, get_quantization_config
 from loadkit.tensor_info import torch_dtype
 from loadkit.tracing.given import Given
 from loadkit_sharded_state.artefact import Artefact, open_artefact
-from loadkit_sharded_state.assemble import assembled, check_reshardable
+from loadkit_sharded_state.assemble import Assembly, check_reshardable
 from loadkit_sharded_state.by_key import place_by_key, state_of
 from loadkit_sharded_state.contents import Contents, contents_of
 from loadkit_sharded_state.layouts import layout_versions
 from loadkit_sharded_state.pattern import DEFAULT_PATTERN, FilePattern
+from loadkit_sharded_state.unfinished import unfinished_problem
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from loadkit.origin import Origin
     from loadkit.quantization import QuantizationConfig
     from loadkit.save import SaveReport
+    from loadkit.sources.base import Source
 
 __all__ = ["ShardedStateLoader"]
 
@@ -66,6 +68,7 @@ class ShardedStateLoader(BaseModelLoader):
 
     reads_checkpoint: ClassVar[bool] = False
     _artefact: Artefact | None = None
+    _assembly: Assembly | None = None
 
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(load_config)
@@ -74,20 +77,39 @@ class ShardedStateLoader(BaseModelLoader):
         if streamed and load_config.reader == "auto" and "runai" in tables.readers.names():
             self.load_config = replace(load_config, reader="runai")
 
+    @classmethod
+    def read_model_config(
+        cls, source: Source, load_config: LoadConfig, **options: Any
+    ) -> ModelConfig:
+        """config.json; where a killed save left none, that is said.
+
+        Raises:
+            ShardedError: E_SHARDED, there is nothing but a save that was not finished.
+        """
+        listing = source.list()
+        if all(info.name != "config.json" for info in listing):
+            problem = unfinished_problem(source, listing)
+            if problem is not None:
+                raise problem
+        return super().read_model_config(source, load_config, **options)
+
     # -- what is there -------------------------------------------------------------------------
 
     def download_model(self, model_config: ModelConfig) -> None:
-        """Find the rank files and decide how they are loaded, so that what is missing is known.
+        """Find the rank files, read their headers and decide how they are loaded.
 
         Raises:
-            ShardedError: E_SHARDED, files or ranks are missing, or they are of another topology
-                and cannot be cut anew.
+            ShardedError: E_SHARDED, files or ranks are missing, a file is not what the manifest
+                says, a tensor is not one whole, or they are of another topology and cannot be cut
+                anew.
+            FormatError: a header breaks a rule.
         """
         artefact, manifest = self.artefact, self.artefact.manifest
         asked = Topology.of(self.parallel)
         self.by_key = asked == artefact.topology
         self.processed = manifest is not None and manifest.layout == "runtime-processed"
         if self.by_key:
+            artefact.tensors_of(self.rank)
             self.files = list(artefact.files[self.rank])
             if manifest is not None:
                 self.whole_tensors = {
@@ -95,7 +117,8 @@ class ShardedStateLoader(BaseModelLoader):
                     for name, one in manifest.tensors.items()
                 }
             return
-        check_reshardable(manifest, str(asked), str(artefact.topology))
+        known = check_reshardable(manifest, str(asked), str(artefact.topology))
+        self._assembly = Assembly(artefact, known, self.rank)
         self.files = [name for names in artefact.files.values() for name in names]
 
     @property
@@ -141,19 +164,12 @@ class ShardedStateLoader(BaseModelLoader):
     # -- loading -------------------------------------------------------------------------------
 
     def catalogue(self, model_config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's tensors by their parameters' names, or the checkpoint's, put together.
-
-        Raises:
-            ShardedError: a file is not what the manifest says, or a tensor is not one whole.
-            FormatError: a header breaks a rule.
-        """
+        """This rank's tensors by their parameters' names, or the checkpoint's, put together."""
         if self.by_key:
             for name, stored in self.artefact.tensors_of(self.rank).items():
-                yield name, stored.lazy
-            return
-        manifest = self.manifest
-        if manifest is not None:
-            yield from assembled(self.artefact, manifest, self.rank)
+                yield name, stored.lazy()
+        elif self._assembly is not None:
+            yield from self._assembly.tensors()
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         """Place this rank's tensors by key, or let the model cut the checkpoint's.

@@ -192,8 +192,7 @@ class _Save:
 
     def _finish(self, folder: RankFolder, manifest: Manifest) -> list[str]:
         """The files beside the weights, and last the manifest; returns all names, in order."""
-        weights = list(manifest.files)
-        folder.names = []
+        own = len(folder.names)
         values = config_of(self.model, self.config, self.origin)
         with side_files(self.origin) as (files, self.refused):
             for name, file in files:
@@ -206,7 +205,7 @@ class _Save:
                 out.write(config_bytes(values, dtype=manifest.dtype or None, tied=False))
         with folder.create(MANIFEST) as out:
             out.write(manifest_bytes(manifest))
-        return [*weights, *folder.names]
+        return [*manifest.files, *folder.names[own:]]
 
     def report(self, path: Path, missing: tuple[int, ...], seconds: float) -> SaveReport:
         """What this rank wrote."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -57,9 +56,8 @@ class Stored:
             whole.writes.append(Write(rows, self.dtype, value))
         return whole
 
-    @cached_property
     def lazy(self) -> LazyTensor:
-        """The tensor, not read yet."""
+        """The tensor, not read yet; a new one each time."""
         return LazyTensor(self.storage(), self.view, self.dtype)
 
 
