@@ -15,7 +15,7 @@ import loadkit
 from loadkit import WeightsMapper
 from loadkit.build import parameters_on_meta
 from loadkit.config import LoadConfig
-from loadkit.errors import PlanError
+from loadkit.errors import ModelError, PlanError
 
 Made = Callable[[], nn.Module]
 
@@ -137,6 +137,36 @@ def test_a_buffer_on_meta_is_made_again_and_no_weight_is_touched(tmp_path: Path)
     loadkit.load_into(module, tmp_path / "w.safetensors")
     assert torch.equal(module.table, torch.arange(4.0))  # type: ignore[arg-type]
     assert torch.equal(module.proj.weight, state["proj.weight"])
+
+
+def test_hooks_for_the_end_of_a_load_are_called_when_everything_is_there(tmp_path: Path) -> None:
+    state = {k: v.clone() for k, v in Tabled().state_dict().items()}
+    save_file(state, tmp_path / "w.safetensors")
+    seen: list[torch.Tensor] = []
+
+    def hook(module: nn.Module, keys: Any) -> None:
+        assert keys.missing_keys == keys.unexpected_keys == []
+        seen.append(module.weight.detach().view(-1))  # type: ignore[operator, union-attr]
+
+    with parameters_on_meta():
+        module = Tabled()
+    module.proj.register_load_state_dict_post_hook(hook)
+    loadkit.load_into(module, tmp_path / "w.safetensors")
+    (flat,) = seen
+    assert torch.equal(flat, state["proj.weight"].view(-1))
+
+
+def test_a_hook_that_fails_is_named_with_its_module(tmp_path: Path) -> None:
+    save_file({k: v.clone() for k, v in Tabled().state_dict().items()}, tmp_path / "w.safetensors")
+
+    def hook(module: nn.Module, keys: Any) -> None:
+        raise RuntimeError("not now")
+
+    module = Tabled()
+    module.proj.register_load_state_dict_post_hook(hook)
+    with pytest.raises(ModelError, match=r"proj \(Linear\) failed: RuntimeError: not now"):
+        loadkit.load_into(module, tmp_path / "w.safetensors")
+    assert "not now" in module.__dict__["loadkit_unusable"]
 
 
 # -- Hugging Face ---------------------------------------------------------------------------------
