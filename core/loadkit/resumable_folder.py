@@ -99,10 +99,17 @@ class ResumableFolder(AtomicFolder):
                 return
             if self._is_there():
                 self.locked = True
+                self._name_others()
                 return
             self._unlock()  # the one who had it finished, and removed it
             time.sleep(0.01)
         self._busy()
+
+    def _name_others(self) -> None:
+        """Say what work without locks may have left."""
+        for place in leftovers(self.path):
+            if place != self._staging:
+                log.warning("%s may be left from a killed run: remove it", show_path(place))
 
     def _busy(self) -> None:
         self._staging = self.path
