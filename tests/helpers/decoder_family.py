@@ -145,7 +145,7 @@ class DecoderFamilyTests:
         norm_centre: about what stored norm weights are.
         joined: the variants whose ranks are put together.
         forms: ways the same weights are stored.
-        layouts: more ways to lay the model over four ranks, as ``Case.layouts``.
+        layouts: more ways to lay the ``joined`` ones over four ranks, as ``Case.layouts``.
     """
 
     model: ClassVar[str]
@@ -219,7 +219,8 @@ class DecoderFamilyTests:
             case = cls.case(variant)
             for form, stored_as in cls.forms.items():
                 weights = stored_as(case.weights)
-                layouts = cls.layouts if form == "unfused" else {}
+                laid_out = form == "unfused" and variant in cls.joined
+                layouts = cls.layouts if laid_out else {}
                 changed = {"weights": weights, "layouts": layouts}
                 made[f"{variant}-{form}"] = Case(**{**vars(case), **changed})
         return made

@@ -195,6 +195,13 @@ def test_a_tensor_is_skipped_exactly_where_nothing_of_it_is_held(layout: str) ->
         assert layer.skip_weight("99.up_proj.weight") is None  # an error, and no other rank's
 
 
+def test_names_of_parameters_are_in_the_layout_of_parameters() -> None:
+    layer = make(disk_layout="input_output")
+    w13, w2 = expected()
+    layer.load_weights(iter(STORED["as_it_is_in_memory"]().items()))
+    assert torch.equal(layer.w13_weight, w13) and torch.equal(layer.w2_weight, w2)
+
+
 def test_loaders_take_views_and_copy() -> None:
     parallel = ParallelConfig.for_rank(1, tp_size=4, ep_size=2)
     layer = make(parallel)

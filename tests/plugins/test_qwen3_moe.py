@@ -21,6 +21,7 @@ from helpers.families import Tensors
 from helpers.saving import read
 from loadkit import ExpertPlacement
 from loadkit.config import ParallelConfig
+from loadkit.errors import ConfigFileError
 
 EXPERTS = 8
 LINEAR, ROUND, REDUNDANT = (
@@ -126,6 +127,81 @@ def checkpoint_equals(models: list[Any], weights: Tensors) -> bool:
     found = checkpoint_of(models)
     assert found.keys() == weights.keys()
     return all(torch.equal(found[name], value) for name, value in weights.items())
+
+
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"tp_size": 4, "ep_size": 2}], ids=["tp", "ep"])
+def test_experts_stored_in_two_tensors_are_read_by_their_rows(
+    sizes: dict[str, int], tmp_path: Path
+) -> None:
+    for place in ("a", "b"):
+        (tmp_path / place).mkdir()
+    one_by_one, weights = checkpoint(tmp_path / "a")
+    in_two = tmp_path / "b"
+    (in_two / "config.json").write_bytes((one_by_one / "config.json").read_bytes())
+    write_st(in_two / "model.safetensors", stack_experts(weights))
+    for rank in range(sizes["tp_size"]):
+        parallel = ParallelConfig.for_rank(rank, **sizes)
+        a, b = (
+            loadkit.load(folder, parallel=parallel, dtype="float32")
+            for folder in (one_by_one, in_two)
+        )
+        assert a.plan.bytes_needed == b.plan.bytes_needed == b.plan.bytes_to_read
+        assert all(row.exact == "exact" for row in b.plan.rows)
+        for (name, mine), (other, theirs) in zip(
+            a.model.named_parameters(), b.model.named_parameters(), strict=True
+        ):
+            assert name == other and torch.equal(mine, theirs)
+
+
+def test_experts_stored_as_they_are_held_are_views_of_the_file(tmp_path: Path) -> None:
+    folder, weights = checkpoint(tmp_path)
+    for file in folder.glob("model*"):
+        file.unlink()
+    stacked = stack_experts(weights)
+    write_st(folder / "model.safetensors", stacked)
+    result = loadkit.load(folder, dtype="float32")
+    experts = sum(t.nbytes for name, t in stacked.items() if ".experts." in name)
+    for name, param in result.model.named_parameters():
+        if ".experts." in name:
+            rows = [row for row in result.plan.rows if row.parameter == name]
+            shards = 2 if "w13" in name else 1
+            assert len(rows) == EXPERTS * shards and param.is_contiguous()
+    assert result.report.aliased_bytes >= experts
+
+
+@pytest.mark.parametrize("placement", [LINEAR, ROUND, REDUNDANT], ids=["linear", "round", "more"])
+def test_dummy_numbers_are_the_same_for_every_placement(
+    placement: ExpertPlacement, tmp_path: Path
+) -> None:
+    folder, _ = checkpoint(tmp_path)
+    options: Any = {"load_format": "dummy", "dtype": "float32"}
+    whole = checkpoint_of([loadkit.load_model(folder, **options)])
+    models = [
+        loadkit.load_model(
+            folder,
+            parallel=ParallelConfig.for_rank(
+                rank, tp_size=4, ep_size=4, expert_placement=placement
+            ),
+            **options,
+        )
+        for rank in range(4)
+    ]
+    assert checkpoint_equals(models, whole)
+
+
+def test_the_config_s_two_names_for_the_number_of_experts(tmp_path: Path) -> None:
+    folder, _ = checkpoint(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    number = config.pop("num_local_experts", None) or config.pop("num_experts")
+    for name in ("num_experts", "num_local_experts"):
+        (folder / "config.json").write_text(json.dumps({**config, name: number}))
+        assert loadkit.plan(folder, dtype="float32").ok
+    for wrong in ({"mlp_only_layers": 1}, {"mlp_only_layers": ["0"]}, {"decoder_sparse_step": 0},
+                  {"num_experts": 0}, {"num_experts_per_tok": EXPERTS + 1}):  # fmt: skip
+        broken = {**config, "num_experts": number, **wrong}
+        (folder / "config.json").write_text(json.dumps(broken))
+        with pytest.raises(ConfigFileError):
+            loadkit.load(folder)
 
 
 def test_saving_gives_the_hub_s_layout_back(tmp_path: Path) -> None:

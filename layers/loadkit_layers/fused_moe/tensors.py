@@ -73,7 +73,9 @@ class ExpertTensors(torch.nn.Module):
             elif found[1].expert is not None and found[1].expert >= self.num_experts:
                 self._refuse(ShardedName(name, like=name), found[1].expert)
             else:
-                yield ShardedName(found[0], found[1], like=name), tensor
+                place = ShardedName(found[0], found[1], like=name)
+                own = str(name) in self._parameters  # as it is in memory, whatever is on disk
+                yield place, tensor if own else self._turned(tensor, found[1].expert is None)
 
     def _refuse(self, name: ShardedName, expert: int) -> None:
         """Report, or raise, that a checkpoint has more experts than the config."""
@@ -108,7 +110,7 @@ class ExpertTensors(torch.nn.Module):
 
         Args:
             param: an ``ExpertParameter`` of this layer.
-            loaded_weight: one expert's tensor, or all experts' with a dim before.
+            loaded_weight: one expert's tensor, outputs x inputs, or all experts' with a dim before.
             weight_name: its name, for nothing; an ``ExpertShard`` here says the next two.
             shard_id: "w1" (gate), "w3" (up) or "w2" (down); None: all that the parameter has.
             expert_id: which expert, over all ranks; None: all of them.
@@ -128,7 +130,7 @@ class ExpertTensors(torch.nn.Module):
             slots = [(slot, expert) for expert, own in self._slots.items() for slot in own]
             whole = self._of_all_experts(param, loaded_weight)
             for slot, expert in sorted(slots):
-                param.load_expert(self._turned(whole.select(0, expert)), slot, shard_id)
+                param.load_expert(whole.select(0, expert), slot, shard_id)
             return True if return_success else None
         if not 0 <= expert_id < self.num_experts:
             raise WeightLoadError(
@@ -137,14 +139,14 @@ class ExpertTensors(torch.nn.Module):
             )
         own = self._slots.get(expert_id, ())
         for slot in own:
-            param.load_expert(self._turned(loaded_weight), slot, shard_id)
+            param.load_expert(loaded_weight, slot, shard_id)
         return bool(own) if return_success else None
 
-    def _turned(self, loaded_weight: torch.Tensor) -> torch.Tensor:
-        """One expert's tensor as outputs x inputs."""
-        if self.disk_layout == "input_output" and loaded_weight.dim() > 1:
-            return loaded_weight.transpose(-1, -2)
-        return loaded_weight
+    def _turned(self, tensor: torch.Tensor, of_all: bool = False) -> torch.Tensor:
+        """A tensor of one expert (or all) from the layout on disk to outputs x inputs, or back."""
+        if self.disk_layout == "input_output" and tensor.dim() > 1 + of_all:
+            return tensor.transpose(-1, -2)
+        return tensor
 
     def _of_all_experts(self, param: ExpertParameter, loaded: torch.Tensor) -> torch.Tensor:
         """A tensor whose first dim counts all experts."""
