@@ -45,9 +45,11 @@ class ModelRequest:
         """
         from loadkit.config import ParallelConfig
 
-        sizes = {"tp_size": self.tp, "pp_size": self.pp, "ep_size": self.ep}
         world = range(self.pp * self.tp) if self.rank is None else [self.rank]
-        return [ParallelConfig.for_rank(rank, **sizes) for rank in world]
+        return [
+            ParallelConfig.for_rank(rank, tp_size=self.tp, pp_size=self.pp, ep_size=self.ep)
+            for rank in world
+        ]
 
     def keywords(self, *, progress: bool) -> dict[str, Any]:
         """The keyword arguments of ``loadkit.plan`` and ``loadkit.load``, ``parallel`` excepted.

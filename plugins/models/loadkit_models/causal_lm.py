@@ -28,7 +28,7 @@ from loadkit_layers.logits_processor import LogitsProcessor
 from loadkit_layers.pipeline import IntermediateTensors, PPMissingLayer
 from loadkit_layers.rotary_embedding import rope_from_config
 from loadkit_layers.sequences import CuSeqlens
-from loadkit_layers.vocab_parallel_embedding import ParallelLMHead
+from loadkit_layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from loadkit_models.building import check_tp, join, layer_options
 from loadkit_models.config_fields import flag, real, text, with_defaults
 from loadkit_models.decoder import Decoder, DecoderSpec, LayerSpec
@@ -100,7 +100,10 @@ class CausalLM(nn.Module, TextGenerationModel, SupportsQuant, SupportsPP):
         if not model.is_last and not (tied and model.is_first):
             return PPMissingLayer(f"head, of pipeline stage {config.parallel_config.pp_size - 1}")
         head = ParallelLMHead(sizes.vocab, sizes.hidden, prefix=prefix, **layer_options(config))
-        return head.tie_weights(model.embed_tokens) if tied else head
+        table = model.embed_tokens
+        if tied and isinstance(table, VocabParallelEmbedding):
+            head.tie_weights(table)
+        return head
 
     @classmethod
     def describe(cls, hf_config: HFConfig, dtype: torch.dtype) -> DecoderSpec:
