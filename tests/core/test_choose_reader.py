@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import loadkit
 from helpers.checkpoints import write_llama
 from helpers.extents import content
-from loadkit.config import LoadConfig
+from loadkit.config import LoadConfig, ParallelConfig
 from loadkit.errors import ReadError, UsageError
 from loadkit.readers import Surroundings, can_alias, choose_reader, file_systems, surroundings
+from loadkit.readers import mmap as mapping
 from loadkit.readers.base import Place
+from loadkit.readers.mmap import MmapReader
 from loadkit.sources.base import File
 from loadkit.sources.local_file import LocalFile
 
@@ -228,6 +231,35 @@ def test_SPD_01_auto_never_maps_a_file_system_whose_faults_may_block(
     assert not choice.reader.maps(place)  # neither for casts nor for strided copies
     assert f"its file system ({kind or 'unknown'}) is not known to be local" in choice.why
     assert f"{cached:.0%} of them is in the page cache" in choice.why
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float64"], ids=["strided copies", "casts"])
+@pytest.mark.parametrize("reader", ["auto", "mmap"])
+def test_SPD_01_a_load_from_a_network_touches_no_page_of_a_map(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, reader: str
+) -> None:
+    write_llama(tmp_path)
+    parallel = ParallelConfig(tp_size=2, tp_rank=1)
+    config = LoadConfig(reader=reader)
+    near = loadkit.load(tmp_path, dtype=dtype, parallel=parallel, load_config=config)
+    assert near.report.reader == "mmap"
+    touched: list[int] = []
+    view = MmapReader.view
+
+    def watching(self: MmapReader, file: LocalFile, offset: int, nbytes: int) -> torch.Tensor:
+        touched.append(nbytes)
+        return view(self, file, offset, nbytes)
+
+    monkeypatch.setattr(MmapReader, "view", watching)
+    monkeypatch.setattr(mapping, "_populate", lambda address, nbytes: touched.append(nbytes))
+    for module in (surroundings, file_systems):
+        monkeypatch.setattr(module, "file_system_of", lambda path, device: "nfs4")
+    far = loadkit.load(tmp_path, dtype=dtype, parallel=parallel, load_config=config)
+    assert far.report.reader == ("pread" if reader == "auto" else "mmap")
+    assert far.report.aliased_bytes == sum(touched) == 0
+    assert far.report.bytes_read == far.plan.bytes_to_read
+    for name, tensor in near.model.state_dict().items():
+        assert torch.equal(far.model.state_dict()[name], tensor)
 
 
 def test_SPD_01_the_choice_says_how_much_is_cached(file: LocalFile) -> None:
