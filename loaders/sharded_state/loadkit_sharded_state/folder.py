@@ -35,15 +35,18 @@ class RankFolder(AtomicFolder):
     def __init__(
         self, path: str | os.PathLike[str], save_id: str, stale: Callable[[str], bool]
     ) -> None:
-        super().__init__(path, lambda name: name.startswith(UNFINISHED) or stale(name))
-        self._save_id = save_id
+        own = f"{UNFINISHED}{save_id}"
+        super().__init__(
+            path, lambda name: (name.startswith(UNFINISHED) and name != own) or stale(name)
+        )
+        self._own = own
 
     def _begin(self) -> None:
         self._make_parents()
         if not self.path.exists():
             self.path.mkdir(exist_ok=True)
             self._made.append(self.path)
-        staging = self.path / f"{UNFINISHED}{self._save_id}"
+        staging = self.path / self._own
         staging.mkdir(exist_ok=True)
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         self._lock = os.open(staging, flags)
