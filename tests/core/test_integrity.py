@@ -19,7 +19,7 @@ from helpers.gguf_files import lone_llama
 from helpers.watching import loadkit_threads, watched_reads
 from loadkit.config import LoadConfig, ParallelConfig
 from loadkit.errors import ChangedError, IntegrityError
-from loadkit.integrity import digests, sidecar
+from loadkit.integrity import digests, sidecar, units
 from loadkit.integrity import reader as verifying
 from loadkit.manifest import MANIFEST, FileEntry, Manifest, TensorEntry, manifest_bytes
 from loadkit.safetensors_format import read_header
@@ -50,7 +50,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def set_block(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
-    for module in (digests, verifying, sidecar):
+    for module in (digests, verifying, sidecar, units):
         monkeypatch.setattr(module, "BLOCK", nbytes)
 
 

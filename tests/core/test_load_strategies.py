@@ -184,6 +184,21 @@ def test_prefetching_stops_while_nobody_uses_what_is_warm(tmp_path: Path) -> Non
     file.close()
 
 
+def test_what_was_used_before_it_was_warmed_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "w").write_bytes(bytes(10_000))
+    file = LocalFile("w", str(tmp_path / "w"))
+    lane = Lane([(file, 0, 3000), (file, 5000, 8000)])
+    lane.use(3500)
+    assert lane.next(1000) == (file, 5500, 6500)
+    lane.give_back(1000)
+    assert lane.next(2000) == (file, 5500, 7500)
+    assert lane.next(2000) == (file, 7500, 8000)
+    assert lane.next(2000) is None
+    lane.give_back(500)
+    assert lane.next(2000) == (file, 7500, 8000)
+    file.close()
+
+
 def test_gaps_that_are_warmed_and_not_read_do_not_stop_it(tmp_path: Path) -> None:
     (tmp_path / "w").write_bytes(bytes(1 << 20))
     file = LocalFile("w", str(tmp_path / "w"))

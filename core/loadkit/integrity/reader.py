@@ -10,9 +10,8 @@ follows from the plan alone.
 
 from __future__ import annotations
 
-import hashlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +19,20 @@ import torch
 
 from loadkit.integrity.digests import BLOCK, FileDigests, NamesIn, mismatch
 from loadkit.integrity.tally import Tally
+from loadkit.integrity.units import Check, chunks, outside, part_of
 from loadkit.readers.base import Extent, Place, Reader, Survey
 from loadkit.readers.extents import buffer_at, check_extent
 from loadkit.readers.threads import Task, run_tasks, threads_for
-from loadkit.readers.windows import Cut, by_file, cut, meeting, merged, place_of, scatter, spans
+from loadkit.readers.windows import (
+    by_file,
+    cut,
+    meeting,
+    merged,
+    owner_at,
+    place_of,
+    scatter,
+    spans,
+)
 
 if TYPE_CHECKING:
     from loadkit.sources.base import File
@@ -90,7 +99,7 @@ class VerifyingReader(Reader):
                 rest += part
                 continue
             staged = self._staged(found, part, self._planned)
-            rest += [place_of(item, piece) for item, piece in _outside(found, staged, part)]
+            rest += [place_of(item, piece) for item, piece in outside(found, staged, part)]
             for unit in staged:
                 self._planned.verify(found, unit)
                 total = _sum(total, self._unit_survey(found, unit))
@@ -123,7 +132,7 @@ class VerifyingReader(Reader):
         return total
 
     def _unit_survey(self, found: FileDigests, unit: int) -> Survey:
-        places = (Place(found.file, a, b - a, 1, b - a) for a, b in _chunks(*found.unit(unit)))
+        places = (Place(found.file, a, b - a, 1, b - a) for a, b in chunks(*found.unit(unit)))
         return reduce(_sum, (self.inner.survey([place]) for place in places), Survey(0, 0))
 
     # -- the load --------------------------------------------------------------------------------
@@ -146,7 +155,7 @@ class VerifyingReader(Reader):
                 rest += part
                 continue
             staged = self._staged(found, part, self._tally)
-            rest += [_part_of(item, piece) for item, piece in _outside(found, staged, part)]
+            rest += [part_of(item, piece) for item, piece in outside(found, staged, part)]
             windows = map(found.unit, staged)
             for unit, (_, _, inside) in zip(staged, meeting(part, windows), strict=True):
                 tasks.append(partial(self._unit, found, unit, inside, landed))
@@ -226,21 +235,21 @@ class VerifyingReader(Reader):
             if not self._tally.is_verified(found, unit):
                 return self._staged_unit(found, unit, inside, landed)
         window = found.unit(unit)
-        parts = [_part_of(item, piece) for item in inside for piece in cut(item, *window)]
+        parts = [part_of(item, piece) for item in inside for piece in cut(item, *window)]
         return self.inner.read(_sorted(parts), landed)
 
     def _staged_unit(
         self, found: FileDigests, unit: int, inside: Sequence[Extent], landed: Landed | None
     ) -> int:
         start, end = found.unit(unit)
-        tensor = inside[0].tensor if inside else ""
         buffer = self._buffer()
         moved = 0
         try:
-            check = _Check(found, unit)
-            for low, high in _chunks(start, end):
+            check = Check(found, unit)
+            for low, high in chunks(start, end):
                 length = high - low
                 dest = buffer[:length]
+                tensor = owner_at(inside, low).tensor if inside else ""
                 place = Extent(found.file, low, length, 1, length, dest, length, tensor)
                 moved += self.inner.read([place], landed)
                 check.add(low, buffer_at(buffer.data_ptr(), length))
@@ -254,14 +263,14 @@ class VerifyingReader(Reader):
 
     def _mapped(self, found: FileDigests, unit: int) -> int:
         """Verify a unit where it is mapped; nothing is read that was not counted."""
-        check = _Check(found, unit)
-        for low, high in _chunks(*found.unit(unit)):
+        check = Check(found, unit)
+        for low, high in chunks(*found.unit(unit)):
             shown = self.inner.view(found.file, low, high - low)
             check.add(low, buffer_at(shown.data_ptr(), high - low))
         self._verified(found, unit, check)
         return 0
 
-    def _verified(self, found: FileDigests, unit: int, check: _Check) -> None:
+    def _verified(self, found: FileDigests, unit: int, check: Check) -> None:
         """Hold a unit's digest against what it should be, or record it."""
         start, end = found.unit(unit)
         digest = check.whole.hexdigest()
@@ -281,56 +290,6 @@ class VerifyingReader(Reader):
             if self._buffers:
                 return self._buffers.pop()
         return torch.empty(BLOCK, dtype=torch.uint8, device="cpu")
-
-
-class _Check:
-    """Digests of one unit while its bytes pass: its own, and those of its blocks to record."""
-
-    def __init__(self, found: FileDigests, unit: int) -> None:
-        self.whole = hashlib.sha256()
-        self.blocks: dict[int, str] = {}
-        start, end = found.unit(unit)
-        self._is_block = start % BLOCK == 0 and end == min(start + BLOCK, found.file.size)
-        self._records = found.records and (found.whole is not None or found.digests[unit] is None)
-
-    def add(self, offset: int, data: memoryview) -> None:
-        """The next chunk, which begins at ``offset`` of the file."""
-        self.whole.update(data)
-        if self._records:
-            alone = self.whole if self._is_block else hashlib.sha256(data)
-            self.blocks[offset // BLOCK] = alone.hexdigest()
-
-
-def _chunks(start: int, end: int) -> Iterator[tuple[int, int]]:
-    """A unit in parts of at most a block, cut where blocks of the file begin."""
-    while start < end:
-        stop = min(end, (start // BLOCK + 1) * BLOCK)
-        yield start, stop
-        start = stop
-
-
-def _outside(
-    found: FileDigests, staged: Sequence[int], items: Sequence[Any]
-) -> Iterator[tuple[Any, Cut]]:
-    """What of the items lies outside of the staged units, in pieces."""
-    gaps = []
-    at = 0
-    for start, end in map(found.unit, staged):
-        gaps.append((at, start))
-        at = end
-    gaps.append((at, 1 << 62))
-    for start, end, inside in meeting(items, [gap for gap in gaps if gap[0] < gap[1]]):
-        for item in inside:
-            for piece in cut(item, start, end):
-                yield item, piece
-
-
-def _part_of(item: Extent, piece: Cut) -> Extent:
-    """A piece of an extent as an extent."""
-    into = piece.row * item.dest_stride + piece.column
-    stop = into + (piece.rows - 1) * item.dest_stride + piece.nbytes
-    place = place_of(item, piece)
-    return Extent(*place[:5], item.dest[into:stop], item.dest_stride, item.tensor)
 
 
 def _sorted(items: list[Any]) -> list[Any]:
