@@ -17,11 +17,14 @@ from loadkit.tracing.view import View
 __all__ = ["rows_of"]
 
 
-def rows_of(target: Target) -> list[Row]:
-    """Every region of a target, and every tensor that is compared with it (tied weights)."""
+def rows_of(target: Target, row_kind: str | None = None) -> list[Row]:
+    """Every region of a target, and every tensor that is compared with it (tied weights).
+
+    ``row_kind`` is what the parameter says that a copy into it is ("expert").
+    """
     name = target.names[0]
     rows: list[Row] = []
-    copy = "fused" if _is_fused(target) else "copy"
+    copy = row_kind or ("fused" if _is_fused(target) else "copy")
     for view, expr in target.pieces:
         region = _within(target, view)
         if isinstance(expr, Filled):

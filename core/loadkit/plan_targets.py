@@ -119,7 +119,7 @@ class TargetFinder:
         if is_parameter:
             self._require_written(target, module)
         self.targets.append(target)
-        rows = rows_of(target)
+        rows = rows_of(target, getattr(tensor, "row_kind", None))
         self.rows += rows
         self._used.update(row.tensor for row in rows if row.tensor is not None)
 

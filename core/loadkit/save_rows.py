@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["inverse", "is_copy"]
 
-_COPIES = {"copy", "cast", "fused"}  # nothing but the dtype differs
+_COPIES = {"copy", "cast", "fused", "expert"}  # nothing but the dtype differs
 
 Shape = tuple[int, ...]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,6 +27,8 @@ class ExpertParameter(BaseParameter):
         shards: what an expert's tensors are in it: gate and up, or the one down projection.
         **base: as ``BaseParameter``; ranks are those that cut an expert.
     """
+
+    row_kind: ClassVar[str] = "expert"  # what a plan calls a copy into it
 
     shards: tuple[Shard, ...]
     member_class: type[BaseParameter]
