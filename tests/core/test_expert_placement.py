@@ -10,6 +10,7 @@ import pytest
 from loadkit import ExpertPlacement
 from loadkit.config import ParallelConfig
 from loadkit.errors import OptionError
+from loadkit.launch import run_ranks
 
 
 def experts(placement: ExpertPlacement) -> list[tuple[int, ...]]:
@@ -98,3 +99,12 @@ def test_a_placement_travels_with_the_config() -> None:
     for values in ({"tp": 2}, [], {"expert_placement": [0]}, {"expert_placement": {"ep_size": 1}}):
         with pytest.raises(OptionError):
             ParallelConfig.from_dict(values)
+
+
+def test_started_ranks_have_the_placement_of_the_world() -> None:
+    placement = ExpertPlacement.round_robin(6, 2, redundant=2)
+    world = [
+        ParallelConfig.for_rank(rank, tp_size=2, ep_size=2, expert_placement=placement)
+        for rank in range(2)
+    ]
+    assert run_ranks("helpers.placed_ranks:place", {}, world) == world

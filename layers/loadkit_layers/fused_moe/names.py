@@ -41,7 +41,7 @@ def parse_expert(text: str) -> int | None:
     return int(text)
 
 
-@lru_cache(maxsize=1 << 16)
+@lru_cache(maxsize=1 << 14)
 def find_place(name: str, shard_id: object = None) -> tuple[str, ExpertShard] | None:
     """(parameter, part) that a name relative to the layer stands for, or None.
 
