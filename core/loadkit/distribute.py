@@ -18,7 +18,7 @@ from loadkit.errors import DistributedError
 from loadkit.execution import Target, files_of
 from loadkit.rank_exchange import Exchange
 from loadkit.rank_needs import Arrivals, Job, Landing, Region
-from loadkit.rank_shares import PAGE, ROUND, Needs, Segment, Shares, Sweep, in_order
+from loadkit.rank_shares import PAGE, Needs, Segment, Shares, Sweep, in_order
 from loadkit.readers.base import Extent, Place, Reader, Survey
 from loadkit.readers.extents import copy_rows
 from loadkit.readers.windows import Cut, cut
@@ -88,8 +88,9 @@ class Distribution:
     @property
     def staging_bytes(self) -> int:
         """Memory for what is read ahead, sent and received, at most; bytes."""
-        part = min(ROUND, self.shares.nbytes) // self.shares.ranks
-        return 2 * part + 2 * min(ROUND, self.shares.nbytes) if self.shares.ranks > 1 else 2 * part
+        all_parts = min(self.shares.budget, self.shares.nbytes)
+        part = all_parts // self.shares.ranks + PAGE
+        return 2 * part + (2 * (all_parts + PAGE) if self.shares.ranks > 1 else 0)
 
     def fill(
         self, filling: Filling, reader: Reader, landed: Callable[[int], None] | None = None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from loadkit.errors import DistributedError, LoadkitError, OptionError
 from loadkit.rank_board import Board, PeerLost, RankFailed
-from loadkit.rank_failures import Failure, describe, name_of
+from loadkit.rank_failures import Failure, broke_off, describe, name_of, root_cause
 
 if TYPE_CHECKING:
     from loadkit.config import LoadConfig, ParallelConfig
@@ -77,7 +77,8 @@ class LoadGroup:
     def _own(self, error: BaseException) -> Failure | None:
         """What this rank has to tell about an error; None where it only heard of it."""
         if isinstance(error, PeerLost):
-            return Failure(error.peer, DistributedError(error.message), indirect=True)
+            pid = None if self.board is None else self.board.pids.get(error.peer)
+            return broke_off(error.peer, error.message, pid)
         return None if isinstance(error, RankFailed) else describe(error, self.rank)
 
     def exchange(self, what: str, mine: bytes) -> list[bytes]:
@@ -126,7 +127,9 @@ class LoadGroup:
                 board.fail(own)
             told = board.cause()
         except DistributedError as lost:
-            told = lost if own is None else own.error
+            told = lost if own is None else root_cause([own], [], board.names)
+            if lost.rank is not None and (own is None or own.indirect):
+                told = lost  # it is known whose process took the store along
         if own is not None and told.rank == own.rank == self.rank:
             # its own object, where the traceback and the cause are
             own.error.message, own.error.rank = told.message, told.rank
@@ -164,7 +167,7 @@ def load_group(
     import torch.distributed as dist
 
     count = store.add(f"loadkit/{rank}", 1)  # all ranks count the same
-    store = dist.PrefixStore(f"loadkit/load {count}", store)
+    store = dist.PrefixStore(f"loadkit/load {count}", store)  # type: ignore[attr-defined]
     board = Board(store, rank, size, timeout=load_config.rank_timeout)
     group = LoadGroup(board, store)
     try:

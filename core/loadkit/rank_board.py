@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from loadkit.errors import DistributedError, LoadkitError
-from loadkit.rank_failures import Failure, root_cause, silent
+from loadkit.rank_failures import Failure, root_cause, silent, state_of
 from loadkit.rank_pulse import Pulse, Watch, beat_seconds
 
 __all__ = ["Board", "PeerLost", "RankFailed"]
@@ -52,6 +52,10 @@ class Board:
         store: of ``torch.distributed``; nobody else uses its keys.
         rank: this one, of ``size``.
         timeout: seconds of silence after which a rank is given up.
+
+    Attributes:
+        names: what the ranks are called.
+        pids: the processes of those that run on this machine.
     """
 
     def __init__(self, store: Any, rank: int, size: int, *, timeout: float) -> None:
@@ -59,7 +63,7 @@ class Board:
         self.size = size
         self.timeout = timeout
         self.names = [f"rank {each} of {size}" for each in range(size)]
-        self._pids: dict[int, int] = {}
+        self.pids: dict[int, int] = {}
         with suppress(RuntimeError, NotImplementedError, AttributeError):
             store = store.clone()
         self._store = store
@@ -68,7 +72,7 @@ class Board:
         self._requests: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
         self._requests = queue.SimpleQueue()
         self._failed = threading.Event()
-        self._spoke = time.monotonic()
+        self._spoke = self._checked = self._awake = time.monotonic()
         self._lost: Exception | None = None
         self._published = False
         self._spent: list[str] = []  # keys of what every rank has taken
@@ -78,7 +82,7 @@ class Board:
     def know(self, names: Sequence[str], pids: dict[int, int]) -> None:
         """Take what the ranks are called and their processes on this machine; watch them."""
         self.names = list(names)
-        self._pids = pids
+        self.pids = pids
         ahead = [(self.rank + step) % self.size for step in range(1, _NEIGHBOURS + 1)]
         self._ask(lambda: self._watch.add({rank for rank in ahead if rank != self.rank}))
 
@@ -124,6 +128,11 @@ class Board:
             raise RankFailed("another rank has failed")
         if self._lost is not None:
             raise self._gone()
+        now = time.monotonic()
+        if now - self._checked > self.timeout / 2:
+            self._awake = now  # this process itself may have stood still
+        self._checked = now
+        self._require_answers(max(self._spoke, self._awake), self.timeout)
 
     def fail(self, failure: Failure) -> None:
         """Tell every rank that something has failed. What cannot be told is not."""
@@ -185,7 +194,7 @@ class Board:
         if not self._failed.is_set():
             silence = self._watch.look()
             if silence is not None:
-                pid = self._pids.get(silence.rank)
+                pid = self.pids.get(silence.rank)
                 self._publish(silent(silence.rank, silence.seconds, pid, started=True))
             if self._store.check([_FAILED]):
                 self._failed.set()
@@ -245,22 +254,33 @@ class Board:
             except TimeoutError:
                 if self._lost is not None:
                     raise self._gone() from None
-                quiet = time.monotonic() - max(self._spoke, asked)
-                if quiet > patience:
-                    raise DistributedError(
-                        f"the store that the {self.size} ranks talk through has not answered for "
-                        f"{quiet:.1f} s: the process that holds it (often rank 0's) is stopped or "
-                        "cannot be reached"
-                    ) from None
+                self._require_answers(max(self._spoke, asked), patience)
             except Exception as error:
                 self._lost = error
                 raise self._gone() from error
 
+    def _require_answers(self, since: float, patience: float) -> None:
+        """Raise if the store has not answered for too long."""
+        quiet = time.monotonic() - since
+        if quiet > patience:
+            self._lost = TimeoutError(f"has not answered for {quiet:.1f} s")
+            raise self._gone()
+
     def _gone(self) -> DistributedError:
-        error = DistributedError(
-            f"the store that the {self.size} ranks talk through is gone: the process that held it "
-            "(often rank 0's) has ended"
-        )
+        """The error that there is no store to talk through, and whose process took it along."""
+        silent = isinstance(self._lost, TimeoutError)
+        what = str(self._lost) if silent else "is gone"
+        store = f"the store that the {self.size} ranks talk through {what}"
+        for rank, pid in self.pids.items():
+            if (state := state_of(pid)) in ("ended", "stopped"):
+                told = "has ended" if state == "ended" else "is stopped"
+                error = DistributedError(f"{self.names[rank]}: its process {told}; {store}")
+                error.rank = rank
+                break
+        else:
+            holder = "the process that holds it (often rank 0's)"
+            told = "is stopped or cannot be reached" if silent else "has ended"
+            error = DistributedError(f"{store}: {holder} {told}")
         error.__cause__ = self._lost
         return error
 

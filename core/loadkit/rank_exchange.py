@@ -90,14 +90,22 @@ class Exchange:
     def close(self) -> None:
         """End the connections, in the middle of an exchange too, and the thread."""
         if not self._idle.is_set() and self._group is not None:
-            # gloo has no call for it: a wait that times out breaks off all that its group does
-            other = (self._rank + 1) % len(self._names)
-            with suppress(RuntimeError):
-                waiting = self._group.recv([torch.empty(1)], other, _ABORT_TAG)
-                waiting.wait(timedelta(milliseconds=1))
+            self._abort()
         self._tasks.put(None)
         self._thread.join(_JOIN)
         self._group = None
+
+    def _abort(self) -> None:
+        """Break off all that the group does: a wait that times out has that effect.
+
+        gloo has no call for it. A wait for a rank whose connection is broken already does not time
+        out, so every rank is tried.
+        """
+        for peer in range(len(self._names)):
+            if peer != self._rank:
+                with suppress(RuntimeError):
+                    waiting = self._group.recv([torch.empty(1)], peer, _ABORT_TAG)
+                    waiting.wait(timedelta(milliseconds=1))
 
     # -- on the helper thread ----------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from loadkit import errors
@@ -21,7 +22,16 @@ from loadkit.errors import DistributedError, LoadkitError, ReadError, ResourceEr
 from loadkit.parallel_config import ParallelConfig
 from loadkit.text import printable
 
-__all__ = ["Failure", "describe", "ended", "name_of", "root_cause", "silent"]
+__all__ = [
+    "Failure",
+    "broke_off",
+    "describe",
+    "ended",
+    "name_of",
+    "root_cause",
+    "silent",
+    "state_of",
+]
 
 _BACKENDS = ("gloo", "nccl")  # their errors name their files
 
@@ -84,10 +94,10 @@ def ended(rank: int, code: int | None, output: str, *, started: bool) -> Failure
 
 def silent(rank: int, seconds: float, pid: int | None, *, started: bool) -> Failure:
     """A rank that has given no sign of life for some time; ``pid`` where it is known here."""
-    state = None if pid is None else _state(pid)
+    state = None if pid is None else state_of(pid)
     what = "gave no sign of life" if started else "did not join the others"
     error = DistributedError(
-        f"its process {what} for {seconds:.1f} s" + (f"; it is {state}" if state else ""),
+        f"its process {what} for {seconds:.1f} s{_told(state)}",
         detail={"seconds": seconds, "state": state},
     )
     return Failure(rank, error)
@@ -198,10 +208,26 @@ def _travels(error: LoadkitError) -> bool:
     return True
 
 
-def _state(pid: int) -> str | None:
-    """What a silent process does, where the system tells: ``stopped``."""
+def broke_off(rank: int, message: str, pid: int | None) -> Failure:
+    """A rank that a connection to broke off; ``pid`` where it is known here."""
+    state = None if pid is None else state_of(pid)
+    ended = _told(state) if state == "ended" else ""
+    return Failure(rank, DistributedError(f"{message}{ended}"), indirect=True)
+
+
+def _told(state: str | None) -> str:
+    """A process's state as the end of a sentence."""
+    if state is None:
+        return ""
+    return "; it has ended" if state == "ended" else f"; it is {state}"
+
+
+def state_of(pid: int) -> str | None:
+    """What a process does, where the system tells: ``stopped``, ``ended``, ``running``."""
     names = {"T": "stopped", "t": "traced", "D": "waiting for a disk", "Z": "ended", "R": "running"}
+    if not Path("/proc/self").exists():
+        return None
     with suppress(OSError, IndexError, ValueError):
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:  # noqa: PTH123
             return names.get(file.read().rpartition(")")[2].split()[0])
-    return None
+    return "ended"

@@ -51,11 +51,12 @@ class Shares:
 
     Args:
         needs: every rank's, in rank order.
-        budget: bytes of one round.
+        budget: bytes of one round; 0: ``ROUND``.
     """
 
-    def __init__(self, needs: Sequence[Needs], *, budget: int = ROUND) -> None:
+    def __init__(self, needs: Sequence[Needs], *, budget: int = 0) -> None:
         self.ranks = len(needs)
+        self.budget = budget or ROUND
         first = _union([place for each in needs for place in each.first])
         late = _union([place for each in needs for place in each.late])
         late = list(_without(late, first))
@@ -64,7 +65,7 @@ class Shares:
         ends = np.cumsum([0, *(s.end - s.start for s in self.segments)], dtype=np.int64)
         self._begin = ends[:-1]
         self.nbytes = int(ends[-1])
-        self._cuts = self._cut(budget)
+        self._cuts = self._cut(self.budget)
 
     @property
     def rounds(self) -> int:
