@@ -25,6 +25,7 @@ from loadkit.tracing.view import View, contiguous
 __all__ = ["BUDGET", "Output", "Slab", "read_slabs", "rows_at_once", "slab_of", "slabs_of"]
 
 BUDGET = 64 << 20  # bytes of tensors that are read before they are written
+ALIGNED = 64  # bytes; a slab begins at a multiple of it
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,9 +135,15 @@ def _is_whole(pieces: Sequence[tuple[View, Expr]]) -> bool:
 
 
 def read_slabs(
-    slabs: Sequence[Slab], reader: Reader
+    slabs: Sequence[Slab], reader: Reader, arena: torch.Tensor | None = None
 ) -> tuple[list[torch.Tensor], int, Mapping[str, None]]:
     """Slabs in memory, the bytes that were read for them, and what overflowed in a cast.
+
+    Args:
+        slabs: what to read.
+        reader: what reads.
+        arena: flat uint8 memory that is used as far as it goes: touching new memory is what costs
+            most, and the C library keeps what is given back in small pieces.
 
     Returns:
         Flat uint8 tensors in the order of ``slabs``; bytes; checkpoint names of tensors whose
@@ -147,10 +154,14 @@ def read_slabs(
         ResourceError: no memory.
     """
     targets: list[Target] = []
+    used = 0
     for slab in slabs:
         dtype = slab.output.dtype
         view = contiguous(slab.view.size, dtype.itemsize)
         storage = Storage(Unwritten(slab.output.name), view.numel, view.itemsize)
+        if arena is not None and used + slab.nbytes <= arena.numel() and slab.nbytes:
+            storage.real = arena[used : used + slab.nbytes].view(dtype)
+            used += -(-slab.nbytes // ALIGNED) * ALIGNED
         targets.append(Target((slab.output.name,), storage, view, dtype, False, slab.pieces))
     done, memory = read_targets(targets, reader, device=torch.device("cpu"), alias=False)
     flats = []

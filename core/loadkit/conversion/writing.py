@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from loadkit.conversion.files import PlannedFile
 from loadkit.conversion.hashing import FileDigest
 from loadkit.conversion.journal import Done, Journal, Mark, Progress
@@ -64,6 +66,8 @@ def write_files(
         ReadFailure: the source could not be read, or changed.
     """
     written = Written()
+    largest = max((file.size for file in files), default=0)
+    arena = torch.empty(min(BUDGET, largest), dtype=torch.uint8)
     with ThreadPoolExecutor(2, "loadkit-hash") as pool:
         for file in files:
             done = progress.done.get(file.name)
@@ -73,7 +77,8 @@ def write_files(
                 landed(file.size)
             else:
                 marks = progress.marks.get(file.name, [])
-                run = _Run(folder, file, readers[file.rank], journal, written, landed, pool)
+                reader = readers[file.rank]
+                run = _Run(folder, file, reader, journal, written, landed, pool, arena)
                 done = run.write(marks)
                 journal.done(file.name, done)
             written.done[file.name] = done
@@ -92,9 +97,11 @@ class _Run:
         written: Written,
         landed: Landed,
         pool: ThreadPoolExecutor,
+        arena: torch.Tensor,
     ) -> None:
         self.folder, self.file, self.reader = folder, file, reader
         self.journal, self.written, self.landed, self.pool = journal, written, landed, pool
+        self.arena = arena
         self.path = folder.staging / file.name
 
     def write(self, marks: Sequence[Mark]) -> Done:
@@ -108,13 +115,17 @@ class _Run:
             if not kept:
                 self._put(out, digest, self.file.layout.head, None)
             for batch in _batches(self.file, after=kept):
-                flats, bytes_read, overflows = read_slabs(batch, self.reader)
-                self.written.bytes_read += bytes_read
-                self.written.overflows.update(overflows)
-                for slab, flat in zip(batch, flats, strict=True):
-                    self._put(out, digest, flat.numpy().data, slab.output.name)
+                self._move(batch, out, digest)
                 self.journal.mark(name, Mark(out.size, digest.sha256))
         return Done(digest.sha256, digest.tensors(), identity_of(self.path) or (0, 0, 0))
+
+    def _move(self, batch: Sequence[Slab], out: OutputFile, digest: FileDigest) -> None:
+        """Read some slabs and write them; nothing of them is in memory afterwards."""
+        flats, bytes_read, overflows = read_slabs(batch, self.reader, self.arena)
+        self.written.bytes_read += bytes_read
+        self.written.overflows.update(overflows)
+        for slab, flat in zip(batch, flats, strict=True):
+            self._put(out, digest, flat.numpy().data, slab.output.name)
 
     def _put(
         self, out: OutputFile, digest: FileDigest, data: memoryview | bytes, tensor: str | None
