@@ -94,6 +94,7 @@ def costs_of(targets: Sequence[Target], reader: Reader, job: Job) -> Costs:
     }
     parameters = sum(target.nbytes for target in targets if target.is_parameter)
     peak = bill.staging + sum(constants.values()) + sum(owned.values()) + ring.ring_bytes
+    peak += reader.buffer_bytes()
     read = bill.read + ring.survey.nbytes + rest.nbytes
     requests = bill.requests + ring.survey.requests + rest.requests
     return Costs(bill.needed, read, bill.aliased, parameters, peak, requests)

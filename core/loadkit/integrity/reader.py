@@ -88,6 +88,9 @@ class VerifyingReader(Reader):
             self._apart.append((found, found.touching(start, end)))
             self._tally.touch(*self._apart[-1])
 
+    def buffer_bytes(self) -> int:
+        return self._threads * BLOCK + self.inner.buffer_bytes()
+
     # -- the plan --------------------------------------------------------------------------------
 
     def survey(self, places: Iterable[Place]) -> Survey:

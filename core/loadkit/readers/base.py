@@ -110,6 +110,10 @@ class Reader(ABC):
             LoadkitError: as ``read``.
         """
 
+    def buffer_bytes(self) -> int:
+        """Memory that it takes beside the destinations, at most; small change need not count."""
+        return 0
+
     def expect_view(self, file: File, offset: int, nbytes: int) -> None:  # noqa: B027
         """Told while a plan is counted: ``view`` will be called so."""
 

@@ -41,6 +41,9 @@ class EagerReader(Reader):
         self._buffer: torch.Tensor | None = None
         self._held: tuple[File, int, int] | None = None  # what the buffer holds: file, start, end
 
+    def buffer_bytes(self) -> int:
+        return WINDOW
+
     def survey(self, places: Iterable[Place]) -> Survey:
         windows = [window for part in by_file(places) for window in _windows(part)]
         return Survey(sum(end - start for start, end in windows), len(windows))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loadkit.readers.base import Extent, Place, Reader, Survey
-from loadkit.readers.warming import Lane, Warm, Warmer, warm
+from loadkit.readers.warming import SCRATCH, Lane, Warm, Warmer, warm
 from loadkit.readers.windows import by_file, merged, spans
 
 if TYPE_CHECKING:
@@ -51,6 +51,11 @@ class PrefetchingReader(Reader):
         self._small: dict[int, tuple[File, list[tuple[int, int]]]] = {}
         self._views: dict[int, tuple[File, list[tuple[int, int]]]] = {}
         self._lanes: tuple[Lane, Lane] | None = None  # of small calls, of views
+
+    def buffer_bytes(self) -> int:
+        return self.load_config.safetensors_prefetch_num_threads * SCRATCH + (
+            self.inner.buffer_bytes()
+        )
 
     def survey(self, places: Iterable[Place]) -> Survey:
         places = list(places)

@@ -7,27 +7,25 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from loadkit.readers.extents import buffer_at
-
 if TYPE_CHECKING:
-    import torch
-
     from loadkit.sources.base import File
 
-__all__ = ["Lane", "Warm", "Warmer", "warm"]
+__all__ = ["SCRATCH", "Lane", "Warm", "Warmer", "warm"]
 
 Range = tuple["File", int, int]  # file, first byte, byte after the last
-Warm = Callable[["File", int, memoryview], None]
-"""Has the bytes from an offset on in the page cache, as many as the buffer has room for."""
+Warm = Callable[["File", int, int], None]
+"""Has the bytes of a file from one offset to another in the page cache."""
+SCRATCH = 1 << 20  # bytes that a thread reads at once, and throws away
 
 
-def warm(file: File, offset: int, buffer: memoryview) -> None:
-    """Read into a buffer that nobody looks at; a file that ends early is the reader's to find."""
-    while buffer:
-        got = os.preadv(file.fileno(), [buffer], offset)
+def warm(file: File, start: int, end: int) -> None:
+    """Read what nobody looks at; a file that ends early is the reader's to find."""
+    scratch = memoryview(bytearray(min(SCRATCH, end - start)))
+    while start < end:
+        got = os.preadv(file.fileno(), [scratch[: end - start]], start)
         if not got:
             return
-        offset, buffer = offset + got, buffer[got:]
+        start += got
 
 
 class Lane:
@@ -157,15 +155,9 @@ class Warmer:
             thread.join()
 
     def _work(self) -> None:
-        import torch
-
-        scratch: torch.Tensor | None = None
         while (found := self._draw()) is not None:
-            file, start, end = found
-            if scratch is None:
-                scratch = torch.empty(self._block, dtype=torch.uint8, device="cpu")
             try:
-                self._warm(file, start, buffer_at(scratch.data_ptr(), end - start))
+                self._warm(*found)
             except OSError as error:  # the reader will meet it too, and says so with all it knows
                 with self._moved:
                     self.error = self.error or error
