@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "convert": ("loadkit.cli.convert", "Write a checkpoint, in any format, as another one."),
     "diff": ("loadkit.cli.diff", "Compare two checkpoints, tensor by tensor."),
     "verify": ("loadkit.cli.verify", "Check that a checkpoint's files are what they should be."),
+    "bench": ("loadkit.cli.bench", "Measure loads against what this machine can do."),
     "formats": ("loadkit.cli.formats", "List load formats and the distributions they come from."),
     "models": ("loadkit.cli.models", "List the model architectures that are installed."),
     "plugins": ("loadkit.cli.plugins", "List what is plugged in, the broken too."),

@@ -1,0 +1,1 @@
+"""Measuring loads: fresh processes, medians, and the floor of the machine."""
