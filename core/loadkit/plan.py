@@ -27,6 +27,7 @@ from loadkit.plan_targets import TargetFinder
 from loadkit.readers import can_alias
 from loadkit.readers.base import Reader
 from loadkit.readers.mmap import MmapReader
+from loadkit.stage_ownership import of_this_stage
 from loadkit.text import printable
 from loadkit.tracing.expressions import Call
 from loadkit.tracing.given import noted
@@ -190,8 +191,8 @@ def _observed_model(model: nn.Module, recorder: Recorder) -> Iterator[None]:
         return
 
     def load_weights(weights: Any, *args: Any, **kwargs: Any) -> Any:
-        seen = offers_of(recorder.observe(weights))
-        return own(observed(noted(seen, recorder.given)), *args, **kwargs)
+        seen = noted(offers_of(recorder.observe(weights)), recorder.given)
+        return own(observed(of_this_stage(model, seen)), *args, **kwargs)
 
     model.__dict__["load_weights"] = load_weights
     try:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import loadkit
 from helpers.checkpoints import llama_sd, write_cfg, write_shards, write_st
-from loadkit.config import LoadConfig, ParallelConfig
+from loadkit.config import LoadConfig, LoadkitConfig, ParallelConfig
 from loadkit.errors import ModelError, PlanError, UsageError
 from loadkit.generate import greedy
-from loadkit.interfaces import supports_pp
+from loadkit.interfaces import SupportsPP, supports_pp
 from loadkit.load_plan import LoadPlan
 from loadkit.loader import LoadResult
 from loadkit.model_registry import ModelRegistry
+from loadkit_layers import PPMissingLayer, make_layers
 
 SHARED = {"model.embed_tokens.weight"}  # of a tied model: its first and its last stage read it
 
@@ -125,6 +128,27 @@ def test_TP_05_a_tensor_of_no_stage_is_unexpected_on_every_one(tmp_path: Path) -
         ]
 
 
+def test_TP_05_stages_and_expert_ranks_together_cover_the_checkpoint(tmp_path: Path) -> None:
+    """Two stages of two ranks that deal the experts: each expert and each layer where it lives."""
+    config = FAMILIES["Qwen3MoeForCausalLM"]
+    write_cfg(
+        tmp_path, **config, architectures=["Qwen3MoeForCausalLM"], num_hidden_layers=3
+    )  # fmt: skip
+    loadkit.save(loadkit.load_model(tmp_path, load_format="dummy"), tmp_path)
+    whole = used(loadkit.plan(tmp_path))
+    plans = {}
+    for rank in range(4):
+        place = ParallelConfig.for_rank(rank, tp_size=2, pp_size=2, ep_size=2)
+        plan = plans[place.pp_rank, place.ep_rank] = loadkit.plan(tmp_path, parallel=place)
+        assert plan.ok, plan.problems
+        assert used(plan) | skipped(plan).keys() == whole
+        assert not used(plan) & skipped(plan).keys()
+    for stage in range(2):
+        left, right = (used(plans[stage, ep]) for ep in range(2))
+        assert not any(".experts." in name for name in left & right)
+        assert (left | right) == whole - set.union(*(used(plans[1 - stage, ep]) for ep in range(2)))
+
+
 def test_a_tied_model_finds_its_table_under_the_heads_name_too(tmp_path: Path) -> None:
     state = llama_sd(layers=2, head=False)
     state["lm_head.weight"] = state.pop("model.embed_tokens.weight")
@@ -183,6 +207,41 @@ def test_stages_in_a_row_compute_exactly_what_one_model_computes(
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_the_families_say_that_they_can_be_staged(architecture: str) -> None:
     assert supports_pp(ModelRegistry.resolve_model_cls([architecture])[0])
+
+
+class OwnLoop(nn.Module, SupportsPP):
+    """A model as others write them: its ``load_weights`` knows nothing of stages."""
+
+    def __init__(self, *, config: LoadkitConfig, prefix: str = "") -> None:
+        super().__init__()
+        place = config.parallel_config
+        _, _, self.layers = make_layers(3, lambda *, prefix: nn.Linear(2, 2), "layers", place)
+        self.last = nn.Linear(2, 2) if place.pp_rank else PPMissingLayer("the last stage's")
+
+    def forward(self, ids: torch.Tensor, intermediate_tensors: Any = None) -> torch.Tensor:
+        return ids
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        params = dict(self.named_parameters())
+        for name, tensor in weights:
+            params[name].data.copy_(tensor)
+
+
+def test_TP_05_a_loop_over_names_never_meets_another_stages_layers(tmp_path: Path) -> None:
+    whole = [f"{layer}.{leaf}" for layer in ("layers.0", "layers.1", "layers.2", "last")
+             for leaf in ("weight", "bias")]  # fmt: skip
+    state = {name: torch.randn((2, 2) if "weight" in name else (2,)) for name in whole}
+    write_cfg(tmp_path, architectures=["OwnLoop"])
+    write_st(tmp_path / "model.safetensors", state)
+    ModelRegistry.register_model("OwnLoop", OwnLoop, override=True)
+    first, last = (loadkit.load(tmp_path, parallel=parallel) for parallel in stages(2))
+    assert used(first.plan) == {name for name in whole if name[:8] in ("layers.0", "layers.1")}
+    assert used(first.plan) | used(last.plan) == set(whole)
+    assert not used(first.plan) & used(last.plan)
+    assert skipped(first.plan)["last.bias"] == "the last stage's"
+    assert skipped(last.plan)["layers.0.bias"] == "layer of pipeline stage 0"
+    for name, param in first.model.named_parameters():
+        assert torch.equal(param, state[name])
 
 
 def test_more_stages_than_layers_are_a_problem_that_names_the_legal_sizes(tmp_path: Path) -> None:
