@@ -15,7 +15,6 @@ from loadkit.errors import OptionError
 
 # What this version does not do yet, for a folder of safetensors.
 UNUSED: dict[str, Any] = {
-    "distribute": "broadcast",
     "gguf_misaligned": "decode",
     "pt_load_map_location": "cuda:0",
     "revision": "main",
@@ -30,6 +29,7 @@ USED: dict[str, Any] = {
     "cache_dir": "~/cache",
     "device": "cpu",
     "digest_store": "cache",  # others are refused without digests: see test_load_strategies
+    "distribute": "broadcast",
     "download_dir": "~/down",
     "fall_back_to_pt": False,
     "ignore_index": True,
@@ -39,6 +39,7 @@ USED: dict[str, Any] = {
     "missing_ok": ("*.never",),
     "model_loader_extra_config": {},
     "num_threads": 1,
+    "rank_timeout": loadkit.LoadConfig().rank_timeout,  # others need ranks: see test_load_together
     "reader": "pread",
     "safetensors_load_strategy": "eager",
     "safetensors_prefetch_block_size": 16 << 20,  # others are refused where nothing is prefetched
