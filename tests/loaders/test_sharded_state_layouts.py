@@ -293,3 +293,11 @@ def test_a_saved_quantization_that_lies_is_a_typed_error(values: Any, tmp_path: 
     edit_manifest(tmp_path / "out", lambda content: content["quantization"].update(config=values))
     with pytest.raises(ConfigFileError):
         load(tmp_path / "out")
+
+
+def test_a_saved_method_that_nobody_has_is_a_typed_error(tmp_path: Path) -> None:
+    source = packed_source(tmp_path / "source")
+    save_ranks(source, tmp_path / "out", ranks_of(tp_size=1), quantization="gguf", dtype="float32")
+    edit_manifest(tmp_path / "out", lambda content: content["quantization"].update(method="os.x"))
+    with pytest.raises(ConfigFileError, match=r"os\.x"):
+        load(tmp_path / "out")

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from loadkit import tables
 from loadkit.base_loader import BaseModelLoader
-from loadkit.errors import ConfigFileError, ShardedError
+from loadkit.errors import ConfigFileError, ShardedError, UnknownNameError
 from loadkit.file_checks import show
 from loadkit.manifest import MANIFEST, Manifest, Topology
 from loadkit.options import OptionSpec
 from loadkit.quantization import check_act_dtype, get_quantization_config
 from loadkit.tensor_info import torch_dtype
+from loadkit.text import printable
 from loadkit.tracing.given import Given
 from loadkit_sharded_state.artefact import Artefact, open_artefact
 from loadkit_sharded_state.assemble import Assembly, check_reshardable
@@ -142,7 +143,8 @@ class ShardedStateLoader(BaseModelLoader):
         """The quantisation that the parameters were saved in.
 
         Raises:
-            ConfigFileError: another one was asked for.
+            ConfigFileError: another one was asked for, the method is unknown, or what the manifest
+                says of it is wrong.
         """
         saved = None if self.manifest is None else self.manifest.quantization
         if saved is None:
@@ -157,9 +159,16 @@ class ShardedStateLoader(BaseModelLoader):
         if saved.config is None:
             named = replace(model_config, quantization=saved.method)
             return super().get_quant_config(named)
-        cls = get_quantization_config(saved.method)
-        check_act_dtype(cls, model_config)
-        return cls.from_saved(saved.config)
+        try:
+            cls = get_quantization_config(saved.method)
+            check_act_dtype(cls, model_config)
+            return cls.from_saved(saved.config)
+        except (KeyError, TypeError, ValueError, UnknownNameError) as error:
+            raise ConfigFileError(
+                f"{MANIFEST}: quantization {show(saved.method)} cannot be made again: "
+                f"{type(error).__name__}: {printable(error)}",
+                file=MANIFEST,
+            ) from error
 
     # -- loading -------------------------------------------------------------------------------
 

@@ -31,21 +31,23 @@ class Ranks:
     Args:
         path: the folder that is saved into.
         topology: of the ranks.
+        processes: how many there are if each is a process, those that write nothing included.
         save_id: the caller's word for this save, or "".
 
     Raises:
         OptionError: the word could be no part of a name.
     """
 
-    def __init__(self, path: str | os.PathLike[str], topology: Topology, save_id: str) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], topology: Topology, processes: int, save_id: str
+    ) -> None:
         if save_id and not _ID.fullmatch(save_id):
             raise OptionError(
                 f"save_id is {save_id!r}; accepted: 1 to 64 letters, digits, '-' and '_'"
             )
         self._key = os.path.realpath(Path(path).expanduser()), topology
-        world = topology.world_size
         ready = dist.is_available() and dist.is_initialized()
-        self.together = world > 1 and ready and dist.get_world_size() == world
+        self.together = processes > 1 and ready and dist.get_world_size() == processes
         if self.together:
             self.save_id = str(self._from_first(save_id or uuid.uuid4().hex[:12]))
         elif save_id:

@@ -92,7 +92,7 @@ def save_rank(
     origin = origin_of(model)
     parallel = ParallelConfig() if origin is None else origin.config.parallel_config
     topology = Topology.of(parallel)
-    ranks = Ranks(path, topology, str(given["save_id"]))
+    ranks = Ranks(path, topology, parallel.world_size, str(given["save_id"]))
     job = _Save(model, origin, topology, pattern, max_shard_bytes, config, metadata or {})
     writes = parallel.rank < topology.world_size  # others hold the same as one that does
     with RankFolder(path, ranks.save_id, lambda name: job.replaces(name)) as folder:
