@@ -103,9 +103,28 @@ class LoadGroup:
         found = board.exchange("enter", mine.encode(), patience=board.timeout)
         every = [json.loads(each) for each in found]
         self.parallels = [type(parallel).from_dict(each["parallel"]) for each in every]
+        self._require_places()
         here = _machine()
         pids = {rank: each["pid"] for rank, each in enumerate(every) if each["at"] == here}
         board.know(self._names(), pids)
+
+    def _require_places(self) -> None:
+        """Refuse a layout of as many places as ranks, in which two ranks have one place."""
+        taken: dict[int, int] = {}
+        for rank, each in enumerate(self.parallels):
+            if each.world_size != self.size:
+                continue  # not all ranks of a layout, or replicas that nobody counted
+            first = taken.setdefault(each.rank, rank)
+            if first != rank:
+                error = DistributedError(
+                    f"ranks {first} and {rank} both are rank {each.rank} of the layout ("
+                    f"{name_of(each)})",
+                    code="E_RANK_MISMATCH",
+                    detail={"ranks": [first, rank], "place": each.rank},
+                    hint="give each rank its own place: ParallelConfig.for_rank(rank, tp_size=...)",
+                )
+                error.rank = rank
+                raise error
 
     def _names(self) -> list[str]:
         """What each rank is called: by its place in the layout, where that says the same."""

@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 import loadkit
 from loadkit import rank_shares
 from loadkit.config import LoadConfig, ParallelConfig
-from loadkit.errors import LoadkitError
+from loadkit.errors import LoadkitError, ReadError
 from loadkit.readers.pread import PreadReader
 
 __all__ = ["contents", "load", "load_and_fail", "place_of"]
@@ -61,7 +60,7 @@ def load(
             process_group=group if together else None,
             **options,
         )
-    except LoadkitError as error:
+    except (LoadkitError, KeyboardInterrupt) as error:
         return _told(error) | {
             "seconds": time.monotonic() - began,
             "threads": threading.active_count() - before,
@@ -78,7 +77,9 @@ def load(
     }
 
 
-def _told(error: LoadkitError) -> dict[str, Any]:
+def _told(error: LoadkitError | KeyboardInterrupt) -> dict[str, Any]:
+    if isinstance(error, KeyboardInterrupt):
+        return {"type": "KeyboardInterrupt", "rank": None}
     return {
         "type": type(error).__name__,
         "rank": error.rank,
@@ -114,14 +115,72 @@ def _raise_memory() -> None:
     raise MemoryError("no more")
 
 
+def _raise_io() -> None:
+    where = {"file": "model.safetensors", "tensor": "model.norm.weight", "offset": 4711}
+    raise ReadError("the disk is on strike", errno=5, **where)
+
+
 _FAILURES: dict[str, Callable[[], None]] = {
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "crashes": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "memory": _raise_memory,
+    "io": _raise_io,
+    "interrupted": lambda: signal.raise_signal(signal.SIGINT),
 }
 
 
-def with_timeout(config: LoadConfig, seconds: float) -> LoadConfig:
-    """The same, with a short patience."""
-    return replace(config, rank_timeout=seconds)
+def load_as(rank: int, group: Any, *, source: Path, place: int) -> dict[str, Any]:
+    """Load as another rank than this one is."""
+    return load(place, group, source=source, sizes={"tp_size": 4})
+
+
+def add_up(rank: int, group: Any) -> float:
+    """What the ranks' own group still does."""
+    total = torch.ones(1)
+    torch.distributed.all_reduce(total, group=group)
+    return total.item()
+
+
+class _Plain(torch.nn.Module):
+    """Some of a Llama's tensors, by their own names."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            at: torch.nn.Module = self
+            *path, leaf = name.split(".")
+            for part in path:
+                if not hasattr(at, part):
+                    at.add_module(part, torch.nn.Module())
+                at = getattr(at, part)
+            at.register_parameter(leaf, torch.nn.Parameter(torch.zeros(shape)))
+
+
+def load_into(rank: int, group: Any, *, source: Path, load_config: LoadConfig) -> dict[str, Any]:
+    """Fill a plain module in place, all ranks the same."""
+    tensors = dict(loadkit.iter_weights(source))
+    module = _Plain({name: tuple(tensor.size()) for name, tensor in tensors.items()})
+    before = {name: parameter.data_ptr() for name, parameter in module.named_parameters()}
+    result = loadkit.load_into(module, source, load_config=load_config, process_group=group)
+    good = all(
+        torch.equal(parameter, tensors[name]) and parameter.data_ptr() == before[name]
+        for name, parameter in module.named_parameters()
+    )
+    return {"good": good, "bytes_read": result.report.bytes_read}
+
+
+def load_in_rank(rank: Any, *, source: str, who: int) -> None:
+    """A failing load in a rank that loadkit started."""
+    config = LoadConfig(alias="never", reader="pread")
+    place = rank.parallel.rank
+    if place == who:
+
+        def fail(*_: Any) -> int:
+            _raise_io()
+            return 0
+
+        PreadReader.read = fail  # type: ignore[method-assign]
+    loadkit.load(
+        source, parallel=rank.parallel, load_config=config, process_group=rank.process_group
+    )

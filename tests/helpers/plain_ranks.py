@@ -1,20 +1,26 @@
-"""Ranks as anybody starts them: plain processes with a process group, and nobody looking after them.
+"""Ranks as anybody starts them: plain processes with a process group, looked after by nobody.
 
-They stay up and run one job after the other, since starting them costs far more than most jobs. A job
-may end its process; who is left tells how that went.
+They stay up and run one job after the other, since starting them costs far more than most jobs. A
+job may end its process; who is left tells how that went.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import shlex
+import subprocess
+import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import multiprocessing
@@ -23,10 +29,18 @@ __all__ = ["PerRank", "PlainRanks"]
 
 
 class PlainRanks:
-    """Started by the first ``run``; ``close`` ends them. The store is the starter's, or rank 0's."""
+    """Started by the first ``run``; ``close`` ends them. The starter has the store, or rank 0."""
 
-    def __init__(self, size: int = 4, *, own_store: bool = True) -> None:
+    def __init__(
+        self,
+        size: int = 4,
+        *,
+        own_store: bool = True,
+        mounts: Mapping[int, tuple[Path, Path]] | None = None,
+    ) -> None:
         self.size = size
+        self._mounts = mounts or {}  # rank -> a file that lies over another one for it alone
+        self._folder = tempfile.TemporaryDirectory()
         self._own_store = own_store
         self._processes: list[multiprocessing.Process] = []
         self._pipes: list[Connection] = []
@@ -53,12 +67,16 @@ class PlainRanks:
             process = context.Process(
                 target=_rank, args=(rank, self.size, theirs, port, not self._own_store), daemon=True
             )
+            context.set_executable(self._python_of(rank))
             process.start()
+            context.set_executable(sys.executable)
             theirs.close()  # so that the end of the process is the end of the pipe
             self._processes.append(process)
             self._pipes.append(ours)
 
-    def run(self, job: str, *, gone: Sequence[int] = (), timeout: float = 120, **arguments: Any) -> list[Any]:
+    def run(
+        self, job: str, *, gone: Sequence[int] = (), timeout: float = 120, **arguments: Any
+    ) -> list[Any]:
         """Run ``module:function(rank, group, **arguments)`` on every rank; what each gives.
 
         Args:
@@ -90,6 +108,20 @@ class PlainRanks:
                     raise RuntimeError(f"rank {rank}: {found[rank]}")
         return found
 
+    def _python_of(self, rank: int) -> str:
+        """What a rank runs: Python, in a world of its own where it has a mount."""
+        if rank not in self._mounts:
+            return sys.executable
+        probe = subprocess.run(["unshare", "-Urm", "true"], check=False, capture_output=True)
+        if probe.returncode:
+            pytest.skip("user namespaces are refused here: unshare -Urm fails")
+        over, under = map(shlex.quote, map(str, self._mounts[rank]))
+        inner = f'mount --bind {over} {under} && exec {shlex.quote(sys.executable)} "$@"'
+        script = Path(self._folder.name) / f"rank{rank}"
+        script.write_text(f'#!/bin/sh\nexec unshare -Urm sh -c {shlex.quote(inner)} sh "$@"\n')
+        script.chmod(0o755)
+        return str(script)
+
     def close(self) -> None:
         """End the ranks, stopped ones too."""
         for pipe in self._pipes:
@@ -98,6 +130,7 @@ class PlainRanks:
             process.kill()
             process.join()
         self._processes, self._pipes, self._store = [], [], None
+        self._folder.cleanup()
 
 
 class PerRank(list[Any]):
