@@ -190,6 +190,7 @@ class _Comparison:
                 self.compared += 1
                 self.nbytes += first.nbytes
         for side in self.sides:
+            side.reader.end()
             for file in side.files:
                 file.check_unchanged()
 

@@ -21,6 +21,7 @@ from loadkit.conversion import outputs
 from loadkit.errors import (
     ArchitectureError,
     ChangedError,
+    IntegrityError,
     ModelError,
     OptionError,
     PlanError,
@@ -371,3 +372,35 @@ def test_options_that_cannot_be_are_refused(
     with pytest.raises(OptionError, match=said):
         loadkit.convert(tmp_path / "a", tmp_path / "b", **options)
     assert names_in(tmp_path) == ["a"]
+
+
+def test_what_is_read_is_verified_where_that_is_asked_for(tmp_path: Path) -> None:
+    write_llama(tmp_path / "a")
+    loadkit.convert(tmp_path / "a", tmp_path / "b")
+    path = tmp_path / "b/model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+    checked = loadkit.LoadConfig(verify="digest")
+    loadkit.convert(tmp_path / "b", tmp_path / "c")  # nobody asked
+    for source in ("convert", "diff"):
+        with pytest.raises(IntegrityError, match=r"model\.safetensors"):
+            getattr(loadkit, source)(tmp_path / "b", tmp_path / "d", load_config=checked)
+        shutil.copytree(tmp_path / "c", tmp_path / "d", dirs_exist_ok=True)
+    assert names_in(tmp_path) == ["a", "b", "c", "d"]
+    shutil.rmtree(tmp_path / "d")
+    loadkit.convert(tmp_path / "c", tmp_path / "d", load_config=checked, to="sharded_state", tp=2)
+    assert loadkit.diff(tmp_path / "c", tmp_path / "d", load_config=checked).equal
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"device": "meta"}, {"rank_timeout": 7.0}, {"staging_slots": 3}],
+    ids=lambda config: next(iter(config)),
+)
+def test_options_of_models_in_memory_are_refused(tmp_path: Path, config: dict[str, Any]) -> None:
+    write_llama(tmp_path / "a")
+    load_config = loadkit.LoadConfig(**config)
+    for names in ("model", "checkpoint"):
+        with pytest.raises(OptionError, match=next(iter(config))):
+            loadkit.convert(tmp_path / "a", tmp_path / "b", names=names, load_config=load_config)

@@ -58,6 +58,8 @@ def carry_out(
                     written = write_files(
                         folder, draft.files, draft.readers, journal, progress, bar.landed
                     )
+                    for reader in draft.readers.values():
+                        written.bytes_read += reader.end()
                     _check_overflows(draft, written)
                     _write_small(folder, draft)
                     draft.check_unchanged()

@@ -12,17 +12,22 @@ import torch
 from loadkit import plugins
 from loadkit.build import build
 from loadkit.conversion.outputs import Output
-from loadkit.errors import UsageError
+from loadkit.errors import OptionError, UsageError
+from loadkit.integrity import Verification
+from loadkit.integrity.layer import tensors_of
+from loadkit.load_strategy import reader_for as strategy_reader
 from loadkit.origin import Origin, origin_of, remember_load
 from loadkit.plan import Planned, collector_paused, make_plan
 from loadkit.read import read_targets
-from loadkit.readers import choose_reader
+from loadkit.readers.base import Place
+from loadkit.readers.prefetch import PrefetchingReader
 from loadkit.retrace import checkpoint_origin
 from loadkit.save_config import check_unquantised, config_of, stated_tie
 from loadkit.save_layout import lay_out
 from loadkit.tracing.lazies import as_lazy, view_of
 from loadkit.tracing.lazy_tensor import LazyTensor
 from loadkit.tracing.storage import Value
+from loadkit.unused_options import refuse_idle_ring
 
 if TYPE_CHECKING:
     from loadkit.load_plan import LoadPlan, Problem
@@ -77,8 +82,44 @@ class Contents:
 
 
 def reader_for(job: Job, files: Sequence[File]) -> Reader:
-    """What reads for a conversion: into memory of its own, always."""
-    return choose_reader(replace(job.load_config, alias="never"), files, "cpu").reader
+    """What reads for a conversion, verifying where that is asked for.
+
+    It reads into memory of its own, always. Its ``end`` has to be called when all is read.
+
+    Raises:
+        OptionError: options that mean something for models in memory only.
+        IntegrityError: E_SIZE, the manifest knows files of other sizes.
+    """
+    _refuse_idle(job)
+    config, model_config = replace(job.load_config, alias="never"), job.config.model_config
+    check = Verification(job.loader, config, model_config, files)
+    reader = strategy_reader(config, files, "cpu").reader
+    if isinstance(reader, PrefetchingReader):
+        for file, start, end, name in tensors_of(job.loader.catalogue(model_config)):
+            reader.survey([Place(file, start, end - start, 1, end - start, name)])
+    return check.around(reader)
+
+
+def _refuse_idle(job: Job) -> None:
+    """Refuse options that would do nothing where no model is made.
+
+    Raises:
+        OptionError: names those that were set.
+    """
+    refuse_idle_ring(job.load_config)
+    options = job.load_config.options()
+    given = [
+        f"{name}={getattr(job.load_config, name)!r}"
+        for name in ("distribute", "rank_timeout")
+        if getattr(job.load_config, name) != options[name].default
+    ]
+    device = job.load_config.device or job.device
+    given += [f"device={device!r}"] if device != "cpu" else []
+    if given:
+        raise OptionError(
+            f"{', '.join(given)}: no model is made here, and one process reads",
+            hint="leave it out",
+        )
 
 
 def checkpoint_contents(job: Job, dtype: torch.dtype | None = None) -> Contents:
