@@ -1,4 +1,4 @@
-"""Dense safetensors: loadkit against transformers, the vLLM way, and the machine's floor.
+"""Dense safetensors: loadkit against transformers, the vLLM way, other readers, and the floor.
 
 Each function prepares (imports, and one load of a toy checkpoint by the same path, so that lazy
 imports are not measured) and returns what is measured.
@@ -19,29 +19,12 @@ from benchmarks.generate import TOY, with_architecture, written
 Go = Callable[[], Any]
 
 
-def floor(folder: str, threads: int = 2) -> Go:
-    """Every weight file read into one buffer of fresh memory; the floor of an owned load."""
-    from loadkit.config import LoadConfig
-    from loadkit.readers.base import Extent
-    from loadkit.readers.pread import PreadReader
-    from loadkit.sources.local_file import LocalFile
+def floor(folder: str, threads: int = 1, memory: str = "reused") -> Go:
+    """Every weight file read by plain calls: see ``loadkit.bench.floor``."""
+    from loadkit.bench.floor import read_files
 
-    paths = sorted(Path(folder).glob("*.safetensors"))
-
-    def go() -> list[torch.Tensor]:
-        files = [LocalFile(path.name, str(path)) for path in paths]
-        buffer = torch.empty(sum(file.size for file in files), dtype=torch.uint8)
-        extents, at = [], 0
-        for file in files:
-            into = buffer[at : at + file.size]
-            extents.append(Extent(file, 0, file.size, 1, file.size, into, file.size, file.name))
-            at += file.size
-        PreadReader(LoadConfig(num_threads=threads)).read(extents)
-        for file in files:
-            file.close()
-        return [buffer]
-
-    return go
+    paths = [str(path) for path in sorted(Path(folder).glob("*.safetensors"))]
+    return read_files(paths, memory, threads)
 
 
 def transformers(folder: str) -> Go:
@@ -53,27 +36,34 @@ def transformers(folder: str) -> Go:
     return lambda: model_class.from_pretrained(folder, dtype=torch.bfloat16)
 
 
-def vllm_way(folder: str) -> Go:
+def vllm_way(folder: str, tp: int = 1, rank: int = 0) -> Go:
     """The shape every engine uses: real parameters, and ``safe_open`` tensor by tensor.
 
     The weight loaders are ours (fused qkv and gate_up); on real tensors they narrow and copy.
     """
-    _vllm_way(written(TOY))
-    return lambda: _vllm_way(Path(folder))
+    _vllm_way(written(TOY), tp, rank)
+    return lambda: _vllm_way(Path(folder), tp, rank)
 
 
-def _vllm_way(folder: Path) -> Any:
+def _vllm_way(folder: Path, tp: int, rank: int) -> Any:
+    model = real_model(folder, tp, rank)
+    model.load_weights(_tensors(folder))
+    model.eval()
+    return model
+
+
+def real_model(folder: Path, tp: int = 1, rank: int = 0) -> Any:
+    """A fused Llama whose parameters are memory that nobody has written to yet."""
     from loadkit.build import initialize_model
-    from loadkit.config import LoadConfig, LoadkitConfig, ModelConfig
+    from loadkit.config import LoadConfig, LoadkitConfig, ModelConfig, ParallelConfig
     from loadkit.sources.local import LocalSource
     from loadkit_models.llama import LlamaForCausalLM
 
     with LocalSource(str(folder), LoadConfig()) as source:
         model_config = ModelConfig.from_source(source, dtype="bfloat16")
-    model: Any = initialize_model(LoadkitConfig(model_config=model_config), LlamaForCausalLM)
-    model.load_weights(_tensors(folder))
-    model.eval()
-    return model
+    parallel = ParallelConfig(tp_size=tp, tp_rank=rank)
+    config = LoadkitConfig(model_config=model_config, parallel_config=parallel)
+    return initialize_model(config, LlamaForCausalLM)
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -85,9 +75,9 @@ def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, file.get_tensor(name)
 
 
-def loadkit_fused(folder: str, **load_config: Any) -> Go:
+def loadkit_fused(folder: str, tp: int = 1, rank: int = 0, **load_config: Any) -> Go:
     """``loadkit.load`` of the Llama family: qkv and gate_up are one parameter each."""
-    return _loadkit(written(TOY), Path(folder), load_config)
+    return loading(written(TOY), Path(folder), load_config, tp, rank)
 
 
 def loadkit_unfused(folder: str, **load_config: Any) -> Go:
@@ -98,33 +88,104 @@ def loadkit_unfused(folder: str, **load_config: Any) -> Go:
     name = UnfusedLlama.__name__
     ModelRegistry.register_model(name, UnfusedLlama)
     toy, real = with_architecture(written(TOY), name), with_architecture(Path(folder), name)
-    return _loadkit(toy, real, load_config)
+    return loading(toy, real, load_config)
 
 
-def _loadkit(toy: Path, folder: Path, load_config: dict[str, Any]) -> Go:
+def loading(toy: Path, folder: Path, load_config: dict[str, Any], tp: int = 1, rank: int = 0) -> Go:
+    """A load of one rank; the report's figures come along."""
     import loadkit
-    from loadkit.config import LoadConfig
+    from loadkit.config import LoadConfig, ParallelConfig
 
-    options = LoadConfig(use_tqdm_on_load=False, **load_config)
-    loadkit.load(str(toy), load_config=options)
+    options: dict[str, Any] = {
+        "load_config": LoadConfig(use_tqdm_on_load=False, **load_config),
+        "parallel": ParallelConfig(tp_size=tp, tp_rank=rank),
+    }
+    loadkit.load(str(toy), **options)
     kept: list[Any] = []
 
-    def go() -> Any:
-        result = loadkit.load(str(folder), load_config=options)
+    def go() -> tuple[Any, dict[str, Any]]:
+        result = loadkit.load(str(folder), **options)
         kept.append(result)
-        return result.model
+        return result.model, reported(result.report)
 
     return go
 
 
-def variants(folder: Path) -> list[tuple[str, str, dict[str, Any]]]:
-    """Name, function and arguments of every variant."""
+def reported(report: Any) -> dict[str, Any]:
+    """What a report says, as figures."""
+    return {
+        "plan_s": report.seconds["build"] + report.seconds["plan"],
+        "read_s": report.seconds["read"],
+        "bytes_read": report.bytes_read,
+        "reader": report.reader,
+    }
+
+
+def into_touched(folder: str, threads: int = 2) -> Go:
+    """``load_into`` a live model whose memory was written before; ``read_s`` is the read step."""
+    import loadkit
+    from loadkit.config import LoadConfig
+
+    config = LoadConfig(alias="never", reader="pread", num_threads=threads, use_tqdm_on_load=False)
+    _touched(written(TOY), loadkit, config)()
+    return _touched(Path(folder), loadkit, config)
+
+
+def _touched(folder: Path, loadkit: Any, config: Any) -> Go:
+    model = real_model(folder)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(1)
+
+    def go() -> tuple[Any, dict[str, Any]]:
+        result = loadkit.load_into(model, str(folder), load_config=config)
+        return result.model, reported(result.report)
+
+    return go
+
+
+def limit_touched(folder: str, threads: int = 2) -> Go:
+    """The same bytes by ``preadv`` into one touched buffer: the machine's limit."""
+    go = floor(folder, threads, "touched")
+
+    def timed() -> dict[str, Any]:
+        import time
+
+        start = time.perf_counter()
+        go()
+        return {"read_s": time.perf_counter() - start}
+
+    return timed
+
+
+def variants(folder: Path, peers: bool, tensors: Path | None) -> list[dict[str, Any]]:
+    """Every variant, as keyword arguments of ``Variant``."""
     at = {"folder": os.fspath(folder)}
-    return [
-        ("floor: one buffer, 2 threads", "dense:floor", at),
-        ("transformers (unfused)", "dense:transformers", at),
-        ("loadkit unfused", "dense:loadkit_unfused", at),
-        ("the vLLM way (fused)", "dense:vllm_way", at),
-        ("loadkit fused", "dense:loadkit_fused", at),
-        ("loadkit fused, alias never", "dense:loadkit_fused", {**at, "alias": "never"}),
+
+    def row(name: str, call: str, needs: tuple[str, ...] = (), **args: Any) -> dict[str, Any]:
+        return {"name": name, "call": call, "args": {**at, **args}, "needs": needs}
+
+    rows = [
+        row("floor: one buffer, over and over", "dense:floor"),
+        row("floor: fresh memory, 2 threads", "dense:floor", threads=2, memory="fresh"),
+        row("transformers (unfused)", "dense:transformers", ("transformers",)),
+        row("loadkit unfused", "dense:loadkit_unfused"),
+        row("the vLLM way (fused)", "dense:vllm_way", ("safetensors",)),
+        row("loadkit fused", "dense:loadkit_fused"),
+        row("loadkit fused, alias never", "dense:loadkit_fused", alias="never"),
     ]
+    if not peers:
+        return rows
+    rows += [
+        row("accelerate, device_map", "peers:accelerate", ("transformers", "accelerate")),
+        row("safetensors, backend pread", "peers:safetensors_pread", ("safetensors",)),
+        row("runai streamer", "peers:runai", ("runai_model_streamer",)),
+        row("fastsafetensors, nogds", "peers:fastsafetensors", ("fastsafetensors",)),
+    ]
+    if tensors is not None:
+        args = {"path": os.fspath(tensors)}
+        rows.append(
+            {"name": "tensorizer, 2 readers", "call": "peers:tensorizer", "args": args,
+             "needs": ("tensorizer",), "files": [tensors]}
+        )  # fmt: skip
+    return rows

@@ -14,9 +14,14 @@ from typing import Any
 __all__ = [
     "FULL",
     "MANY",
+    "MOE",
+    "MOE_SMALL",
+    "MOE_TOY",
     "SMALL",
+    "TINY",
     "TOY",
     "Llama",
+    "Moe",
     "clear",
     "sparse",
     "with_architecture",
@@ -75,13 +80,86 @@ class Llama:
         )
 
 
+@dataclass(frozen=True)
+class Moe:
+    """Sizes of a made-up Qwen3-MoE in bfloat16 with a head of its own."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    ffn: int
+    experts: int
+    vocab: int
+    files: int
+
+    def config(self) -> dict[str, Any]:
+        """Its config.json."""
+        return {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "hidden_size": self.hidden,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_size,
+            "num_hidden_layers": self.layers,
+            "intermediate_size": 4 * self.ffn,
+            "moe_intermediate_size": self.ffn,
+            "num_experts": self.experts,
+            "num_experts_per_tok": min(8, self.experts),
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "vocab_size": self.vocab,
+            "max_position_embeddings": 2048,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "attention_bias": False,
+            "use_sliding_window": False,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "rope_theta": 10000.0,
+        }
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor, in model order."""
+        width, size = self.hidden, self.head_size
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab, width)}
+        for layer in range(self.layers):
+            at = f"model.layers.{layer}."
+            shapes[f"{at}self_attn.q_proj.weight"] = (self.heads * size, width)
+            shapes[f"{at}self_attn.k_proj.weight"] = (self.kv_heads * size, width)
+            shapes[f"{at}self_attn.v_proj.weight"] = (self.kv_heads * size, width)
+            shapes[f"{at}self_attn.o_proj.weight"] = (width, self.heads * size)
+            shapes[f"{at}self_attn.q_norm.weight"] = (size,)
+            shapes[f"{at}self_attn.k_norm.weight"] = (size,)
+            shapes[f"{at}input_layernorm.weight"] = (width,)
+            shapes[f"{at}post_attention_layernorm.weight"] = (width,)
+            shapes[f"{at}mlp.gate.weight"] = (self.experts, width)
+            for expert in range(self.experts):
+                to = f"{at}mlp.experts.{expert}."
+                shapes[f"{to}gate_proj.weight"] = (self.ffn, width)
+                shapes[f"{to}up_proj.weight"] = (self.ffn, width)
+                shapes[f"{to}down_proj.weight"] = (width, self.ffn)
+        shapes["model.norm.weight"] = (width,)
+        shapes["lm_head.weight"] = (self.vocab, width)
+        return shapes
+
+
 FULL = Llama("llama-6g", 28, 3072, 24, 8, 8192, 128256, 5)  # 254 tensors, 5.98 GiB
 SMALL = Llama("llama-small", 14, 1280, 20, 4, 3584, 16384, 3)  # 128 tensors, 0.51 GiB
+TINY = Llama("llama-tiny", 8, 768, 12, 4, 2048, 16384, 2)  # 74 tensors, 0.12 GiB
 TOY = Llama("llama-toy", 2, 64, 4, 2, 96, 256, 2)  # to have lazy imports done
 MANY = Llama("llama-many", 2222, 64, 4, 2, 96, 256, 8)  # 20,000 tensors
+MOE = Moe("moe-2g", 8, 1024, 16, 4, 64, 768, 64, 32000, 3)  # 1,611 tensors, 2.4 GiB
+MOE_SMALL = Moe("moe-small", 4, 512, 8, 2, 64, 384, 32, 8000, 2)  # 0.17 GiB
+MOE_TOY = Moe("moe-toy", 2, 64, 4, 2, 16, 32, 4, 256, 2)
+Sized = Llama | Moe
 
 
-def written(model: Llama) -> Path:
+def written(model: Sized) -> Path:
     """The folder of a checkpoint with real numbers; written if it is not there."""
     folder = CACHE / model.name
     if (folder / "config.json").is_file():
@@ -136,7 +214,7 @@ def clear() -> None:
     shutil.rmtree(CACHE, ignore_errors=True)
 
 
-def _files(model: Llama) -> Iterator[tuple[str, dict[str, tuple[int, ...]]]]:
+def _files(model: Sized) -> Iterator[tuple[str, dict[str, tuple[int, ...]]]]:
     """File names and their tensors: dealt by bytes in model order, sorted by name within."""
     shapes = model.shapes()
     total = sum(math.prod(shape) for shape in shapes.values())
@@ -182,7 +260,7 @@ def _write(out: Any, block: memoryview, at: int, nbytes: int) -> int:
     return (at + 2 * 7919) % BLOCK
 
 
-def _finish(folder: Path, model: Llama, weight_map: Mapping[str, str]) -> None:
+def _finish(folder: Path, model: Sized, weight_map: Mapping[str, str]) -> None:
     index = {"metadata": {}, "weight_map": dict(weight_map)}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "config.json").write_text(json.dumps(model.config()))

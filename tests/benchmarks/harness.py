@@ -1,46 +1,83 @@
-"""Runs named variants, each run in a fresh process, interleaved; medians as JSON and Markdown.
+"""Races: named variants, each run in a fresh process, in turns; medians as JSON and Markdown.
 
-A variant is a function of a module of this folder. It imports and prepares, and returns a second
-function; only that one is measured. What it returns is the *returned* end; then one byte of every
-page of its tensors is read: the *touched* end. A run's figures:
-
-    returned_s, touched_s   seconds until each end
-    cpu_s                   CPU seconds of all threads until *touched*
-    anon_mib                peak anonymous memory above the start (sampled every 2 ms)
-    rss_mib                 peak resident memory above the start, file pages included
-    read_gib, disk_gib      bytes given by read calls; bytes that came from storage
-    minor_faults            page faults served without storage
-    checksum                of all tensors' bytes, whatever their order: equal for equal weights
+A variant is a function of a module of this folder: see ``loadkit.bench.measure`` for what is
+measured of it. What was measured is kept after every run, so that a race which was stopped goes on
+where it was.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import platform
-import statistics
-import subprocess
 import sys
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Benchmark", "Variant", "drop_from_cache", "machine", "run_benchmark", "table", "warm"]
+from loadkit.bench.measure import Figures
+from loadkit.bench.processes import Run, drop_from_cache, machine, medians, run_fresh, warm
+from loadkit.errors import LoadkitError
+
+__all__ = [
+    "Benchmark",
+    "Claim",
+    "Figures",
+    "Variant",
+    "machine",
+    "paused",
+    "run_benchmark",
+    "table",
+]
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-Figures = dict[str, Any]
+PAUSED = ROOT / ".cache" / "bench-paused"  # what was measured of races that are not through
 
 
 @dataclass(frozen=True)
 class Variant:
-    """``call`` is ``module:function`` of this folder; ``args`` are its keyword arguments."""
+    """``call`` is ``module:function`` of this folder; ``args`` are its keyword arguments.
+
+    ``needs`` are the packages without which it is skipped, by import name. ``files`` are its own,
+    if it reads others than the race's.
+    """
 
     name: str
     call: str
     args: Mapping[str, Any] = field(default_factory=dict)
+    needs: Sequence[str] = ()
+    files: Sequence[Path] | None = None
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the figures must show: ``value`` of the medians by variant, at most or at least.
+
+    ``value`` gives None where a variant is missing.
+    """
+
+    text: str
+    value: Callable[[Mapping[str, Figures]], float | None]
+    most: float | None = None
+    least: float | None = None
+
+    def judged(self, rows: Mapping[str, Figures]) -> Figures:
+        """The claim with what was found, as plain values."""
+        try:
+            found = self.value(rows)
+        except (KeyError, ZeroDivisionError):
+            found = None
+        ok = None if found is None else found <= (self.most if self.most is not None else found)
+        if ok and self.least is not None and found is not None:
+            ok = found >= self.least
+        return {
+            "text": self.text,
+            "found": found,
+            "most": self.most,
+            "least": self.least,
+            "ok": ok,
+        }
 
 
 @dataclass(frozen=True)
@@ -49,7 +86,7 @@ class Benchmark:
 
     ``files`` are warmed (or, if ``cold``, dropped from the page cache) before every run. ``end`` is
     the column that ratios are of: *touched* unless it is given (or the first). ``most`` is how
-    often it is run at most.
+    often it is run at most. ``claims`` are judged in the end; they are about ``full`` sizes.
     """
 
     name: str
@@ -60,106 +97,99 @@ class Benchmark:
     columns: Sequence[str] = ("returned_s", "touched_s", "cpu_s", "anon_mib", "rss_mib", "disk_gib")
     end: str | None = None
     most: int | None = None
+    claims: Sequence[Claim] = ()
+    about: str = ""
 
 
-def run_benchmark(benchmark: Benchmark, runs: int, timeout: float = 900.0) -> Figures:
+def run_benchmark(
+    benchmark: Benchmark, runs: int, timeout: float = 900.0, keep: Path | None = None
+) -> Figures:
     """Run every variant ``runs`` times, one after the other in turn.
+
+    Args:
+        benchmark: the race.
+        runs: how often.
+        timeout: seconds that one run may take.
+        keep: a file that measured runs are kept in and taken from; it is removed at the end.
 
     Returns:
         ``name``, ``cold``, ``runs``, ``base``, ``columns``, and ``variants``: for each its
-        ``median`` figures and all ``runs``. A variant that failed has ``error``.
+        ``median`` figures and all ``runs``. A variant that failed has ``error``, one that lacks a
+        package ``skipped``.
     """
     runs = min(runs, benchmark.most or runs)
-    seen: dict[str, list[Figures]] = {variant.name: [] for variant in benchmark.variants}
+    seen = _kept(keep)
     failed: dict[str, str] = {}
-    for _ in range(runs):
+    skipped = {v.name: why for v in benchmark.variants if (why := _missing(v))}
+    for turn in range(runs):
         for variant in benchmark.variants:
-            if variant.name in failed:
+            done = seen.setdefault(_key(variant), [])
+            if variant.name in failed or variant.name in skipped or len(done) > turn:
                 continue
-            (drop_from_cache if benchmark.cold else warm)(benchmark.files)
+            files = benchmark.files if variant.files is None else variant.files
+            (drop_from_cache if benchmark.cold else warm)(files)
             try:
-                seen[variant.name].append(_run_once(variant, timeout))
-            except RuntimeError as error:
-                failed[variant.name] = str(error)
+                done.append(_run_once(variant, timeout))
+            except LoadkitError as error:
+                failed[variant.name] = str(error)[:300]
+            if keep is not None:
+                keep.parent.mkdir(parents=True, exist_ok=True)
+                keep.write_text(json.dumps(seen))
+    if keep is not None and not failed:
+        keep.unlink(missing_ok=True)
     rows: dict[str, Figures] = {}
-    for name, figures in seen.items():
-        rows[name] = {"error": failed[name]} if name in failed else _medians(figures)
+    for variant in benchmark.variants:
+        name = variant.name
+        if name in skipped:
+            rows[name] = {"skipped": skipped[name]}
+        elif name in failed:
+            rows[name] = {"error": failed[name]}
+        else:
+            figures = seen[_key(variant)][:runs]
+            rows[name] = {"median": medians(figures), "runs": figures}
+    found = {name: row["median"] for name, row in rows.items() if "median" in row}
     return {
         "name": benchmark.name,
+        "about": benchmark.about,
         "cold": benchmark.cold,
         "runs": runs,
         "base": benchmark.base,
         "columns": list(benchmark.columns),
         "end": benchmark.end,
         "variants": rows,
+        "claims": [claim.judged(found) for claim in benchmark.claims],
     }
+
+
+def paused(stem: str) -> Path:
+    """Where the runs of a race are kept until it is through."""
+    return PAUSED / f"{stem}.json"
+
+
+def _kept(keep: Path | None) -> dict[str, list[Figures]]:
+    if keep is None or not keep.is_file():
+        return {}
+    found: dict[str, list[Figures]] = json.loads(keep.read_text())
+    return found
+
+
+def _key(variant: Variant) -> str:
+    return json.dumps([variant.name, variant.call, dict(variant.args)])
+
+
+def _missing(variant: Variant) -> str:
+    """Why a variant cannot run here; empty if it can."""
+    lacking = [name for name in variant.needs if find_spec(name) is None]
+    return f"not installed: {', '.join(lacking)} (requirements-bench.txt)" if lacking else ""
 
 
 def _run_once(variant: Variant, timeout: float) -> Figures:
-    spec = json.dumps({"call": variant.call, "args": dict(variant.args)})
-    try:
-        done = subprocess.run(
-            [sys.executable, str(HERE / "run_one.py"), spec],
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            cwd=ROOT,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"},
-        )
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"took more than {timeout:.0f} s") from None
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        raise RuntimeError((done.stderr.strip().splitlines() or ["no output"])[-1][:300])
-    figures: Figures = json.loads(lines[-1])
-    return figures
-
-
-def _medians(runs: Sequence[Figures]) -> Figures:
-    """The median of every number; what is no number is taken from the first run."""
-    median: Figures = {}
-    for key, value in runs[0].items():
-        numbers = isinstance(value, (int, float)) and key != "checksum"
-        median[key] = statistics.median(run[key] for run in runs) if numbers else value
-    return {"median": median, "runs": list(runs)}
-
-
-# -- the page cache --------------------------------------------------------------------------------
-
-
-def warm(files: Iterable[Path]) -> None:
-    """Have every byte of the files in the page cache."""
-    buffer = bytearray(8 << 20)
-    for path in files:
-        with path.open("rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
-
-
-def drop_from_cache(files: Iterable[Path]) -> None:
-    """Drop the files' clean pages. A run's ``disk_gib`` shows whether that worked."""
-    for path in files:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
+    paths = [str(HERE.parent)]
+    run = Run(f"benchmarks.{variant.call}", variant.args, paths=paths)
+    return run_fresh(run, timeout=timeout, cwd=ROOT)
 
 
 # -- results ---------------------------------------------------------------------------------------
-
-
-def machine() -> Figures:
-    """What the figures were taken on."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return {
-        "cpus": len(os.sched_getaffinity(0)),
-        "memory_gib": round(memory / 2**30, 1),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
 
 
 def table(result: Figures) -> str:
@@ -168,24 +198,42 @@ def table(result: Figures) -> str:
     end = result.get("end") or ("touched_s" if "touched_s" in columns else columns[0])
     base = result["variants"].get(result["base"], {}).get("median", {}).get(end)
     state = "cold" if result["cold"] else "warm"
-    lines = [
-        f"### {result['name']} ({state}, median of {result['runs']})",
-        "",
+    lines = [f"### {result['name']} ({state}, median of {result['runs']})", ""]
+    if result.get("about"):
+        lines += [result["about"], ""]
+    lines += [
         f"| | {' | '.join(columns)} | {end} / {result['base']} |",
         "|---" * (len(columns) + 2) + "|",
     ]
     for name, row in result["variants"].items():
-        if "error" in row:
-            cells = [f"failed: {row['error'].replace('|', '/')}", *[""] * len(columns)]
+        why = next((f"{key}: {row[key]}" for key in ("error", "skipped") if key in row), None)
+        if why is not None:
+            why = why.replace("error: ", "failed: ").replace("|", "/")
+            cells = [why, *[""] * len(columns)]
         else:
             median = row["median"]
             cells = [_cell(median.get(column)) for column in columns]
-            cells.append(f"{median[end] / base:.2f}" if base else "")
+            cells.append(f"{median[end] / base:.2f}" if base and end in median else "")
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+    lines.append("")
+    lines += [_said(claim) for claim in result.get("claims", ())]
+    return "\n".join([*lines, ""] if result.get("claims") else lines)
+
+
+def _said(claim: Figures) -> str:
+    """A claim as a line of a list."""
+    limit = [f"at most {claim['most']:g}"] if claim["most"] is not None else []
+    limit += [f"at least {claim['least']:g}"] if claim["least"] is not None else []
+    word = {True: "met", False: "**not met**", None: "not measured"}[claim["ok"]]
+    found = "" if claim["found"] is None else f": {claim['found']:.3g}"
+    return f"- {claim['text']} ({', '.join(limit)}){found} - {word}"
 
 
 def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return "" if value is None else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit("run run_all.py")

@@ -1,7 +1,9 @@
-"""Every benchmark: ``python tests/benchmarks/run_all.py [--small] [--runs N] [--only NAME]``.
+"""Every benchmark: ``run_all.py [--small] [--runs N] [--only dense,moe] [--resume] [--keep]``.
 
-Without ``--small`` the dense race is over 6 GiB and wants 16 GiB of memory. Results are written
-to tests/benchmarks/results/, and tables printed. The checkpoints are deleted at the end.
+Without ``--small`` the dense races are over 6 GiB and want 16 GiB of memory and 30 GiB of disk.
+Results are written to tests/benchmarks/results/ and docs/benchmarks.md, and tables printed. A row
+that fails is told and the others go on; the exit code is then 1. The checkpoints are deleted at the
+end, unless they are to be kept.
 """
 
 from __future__ import annotations
@@ -14,26 +16,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import dense as dense_variants
-from benchmarks import generate, gguf_decode, gguf_packed
-from benchmarks.harness import Benchmark, Figures, Variant, machine, run_benchmark, table
-
-RESULTS = Path(__file__).resolve().parent / "results"
-
-
-def dense(small: bool, cold: bool) -> Benchmark:
-    """A dense Llama in bfloat16: returned, and every page touched."""
-    folder = generate.written(generate.SMALL if small else generate.FULL)
-    return Benchmark(
-        "dense",
-        [Variant(*parts) for parts in dense_variants.variants(folder)],
-        base="transformers (unfused)",
-        files=sorted(folder.glob("*.safetensors")),
-        cold=cold,
-    )
+from benchmarks import generate, gguf_decode, gguf_packed, races
+from benchmarks.harness import (
+    Benchmark,
+    Figures,
+    Variant,
+    machine,
+    paused,
+    run_benchmark,
+    table,
+)
+from benchmarks.page import RESULTS, write_page
 
 
-def startup(small: bool, cold: bool) -> Benchmark:
+def startup(small: bool) -> Benchmark:
     """The command's help against a bare interpreter, and against importing torch."""
     return Benchmark(
         "startup",
@@ -49,7 +45,7 @@ def startup(small: bool, cold: bool) -> Benchmark:
     )
 
 
-def trace(small: bool, cold: bool) -> Benchmark:
+def trace(small: bool) -> Benchmark:
     """Tracing a weight loader against running it on real tensors."""
     folder = generate.sparse(generate.MANY, 222 if small else 1111)
     return Benchmark(
@@ -63,7 +59,7 @@ def trace(small: bool, cold: bool) -> Benchmark:
     )
 
 
-def plan(small: bool, cold: bool) -> Benchmark:
+def plan(small: bool) -> Benchmark:
     """Plans of 10,000 and 20,000 tensors: twice the tensors, twice the time."""
     variants = []
     for layers in (1111, 2222):
@@ -78,7 +74,7 @@ def plan(small: bool, cold: bool) -> Benchmark:
     )
 
 
-def gguf_types(small: bool, cold: bool) -> Benchmark:
+def gguf_types(small: bool) -> Benchmark:
     """Every quantised ggml type: millions of elements per second; the ratio is of all together."""
     variants = gguf_decode.decode_variants(1 << 21 if small else 1 << 22)
     return Benchmark(
@@ -86,7 +82,7 @@ def gguf_types(small: bool, cold: bool) -> Benchmark:
     )
 
 
-def gguf_header(small: bool, cold: bool) -> Benchmark:
+def gguf_header(small: bool) -> Benchmark:
     """A GGUF header with a great vocabulary."""
     generate.CACHE.mkdir(parents=True, exist_ok=True)
     tokens = 20_000 if small else 150_000
@@ -100,7 +96,7 @@ def gguf_header(small: bool, cold: bool) -> Benchmark:
     )
 
 
-def packed(small: bool, cold: bool) -> Benchmark:
+def packed(small: bool) -> Benchmark:
     """A GGUF load that keeps blocks packed, against reading the file once."""
     path = gguf_packed.smollm2()
     return Benchmark(
@@ -112,7 +108,7 @@ def packed(small: bool, cold: bool) -> Benchmark:
     )
 
 
-def gguf_load(small: bool, cold: bool) -> Benchmark:
+def gguf_load(small: bool) -> Benchmark:
     """SmolLM2 from its GGUF file to a ready model in bfloat16: CPU seconds besides imports."""
     path = gguf_packed.smollm2()
     return Benchmark(
@@ -126,8 +122,16 @@ def gguf_load(small: bool, cold: bool) -> Benchmark:
     )
 
 
-BENCHMARKS: dict[str, Callable[[bool, bool], Benchmark]] = {
-    "dense": dense,
+# name -> what makes it; "dense-cold" and "tp2-cold" are from storage
+BENCHMARKS: dict[str, Callable[[bool], Benchmark]] = {
+    "dense": races.dense_race,
+    "dense-cold": races.cold,
+    "copies": races.copies,
+    "moe": races.moe_race,
+    "tp2": races.tp_race,
+    "tp2-cold": races.tp_cold,
+    "tp4": races.tp4_race,
+    "presharded": races.presharded_race,
     "startup": startup,
     "trace": trace,
     "plan": plan,
@@ -139,39 +143,87 @@ BENCHMARKS: dict[str, Callable[[bool, bool], Benchmark]] = {
 
 
 def main() -> int:
+    asked = _arguments()
+    if asked.smoke:
+        generate.SMALL = generate.TINY
+    failed = False
+    try:
+        for name in asked.only or BENCHMARKS:
+            stem = f"{name}-{'small' if asked.small else 'full'}"
+            kept = paused(stem)
+            if not asked.resume:
+                kept.unlink(missing_ok=True)
+            elif (RESULTS / f"{stem}.json").is_file() and not kept.is_file() and _is_whole(stem):
+                print(f"{stem}: there already\n", flush=True)
+                continue
+            result = _run(name, asked, kept)
+            failed |= any("error" in row for row in result["variants"].values())
+            print(table(result), flush=True)
+            if asked.smoke:
+                kept.unlink(missing_ok=True)
+                continue
+            write({"size": stem.rpartition("-")[2], "machine": machine(), **result}, stem)
+    finally:
+        if not asked.smoke:
+            write_page()
+        if not asked.keep and not asked.smoke:
+            generate.clear()
+    return 1 if failed else 0
+
+
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--small", action="store_true", help="CI's size: half a GiB")
-    parser.add_argument("--runs", type=int, default=5, help="runs of each variant (5)")
-    parser.add_argument("--only", choices=BENCHMARKS, action="append", help="this one (repeatable)")
-    parser.add_argument("--cold", action="store_true", help="the dense race from storage, too")
+    parser.add_argument("--runs", type=int, help="runs of each variant (5; small: 3)")
+    parser.add_argument("--only", help="these, with commas between", type=_names, metavar="A,B")
+    parser.add_argument("--resume", action="store_true", help="go on with what was stopped")
     parser.add_argument("--keep", action="store_true", help="keep the generated checkpoints")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds of one run (900)")
+    parser.add_argument("--smoke", action="store_true", help="0.1 GiB, once; keeps no results")
     asked = parser.parse_args()
-    results: list[Figures] = []
+    asked.small |= asked.smoke
+    asked.runs = asked.runs or (1 if asked.smoke else 3 if asked.small else 5)
+    return asked
+
+
+def _names(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in BENCHMARKS:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(BENCHMARKS)}")
+    return names
+
+
+def _run(name: str, asked: argparse.Namespace, kept: Path) -> Figures:
+    """One race; what cannot even be prepared is a failed row of its own."""
     try:
-        for name, make in BENCHMARKS.items():
-            if asked.only and name not in asked.only:
-                continue
-            for cold in (False, True) if asked.cold and name == "dense" else (False,):
-                result = run_benchmark(make(asked.small, cold), asked.runs)
-                results.append(result)
-                print(table(result), flush=True)
-    finally:
-        if not asked.keep:
-            generate.clear()
-    write(results, "small" if asked.small else "full")
-    return 1 if any("error" in row for r in results for row in r["variants"].values()) else 0
+        made = BENCHMARKS[name](asked.small)
+        return run_benchmark(made, asked.runs, asked.timeout, kept)
+    except (Exception, SystemExit) as error:
+        why = f"{type(error).__name__}: {error}"[:300]
+        return {
+            "name": name,
+            "cold": name.endswith("cold"),
+            "runs": 0,
+            "base": "",
+            "columns": [],
+            "end": None,
+            "variants": {"preparing": {"error": why}},
+        }
 
 
-def write(results: list[Figures], size: str) -> None:
-    """Keep the results as JSON and as Markdown."""
+def _is_whole(stem: str) -> bool:
+    """Whether a race was run to its end without a failed row."""
+    rows = json.loads((RESULTS / f"{stem}.json").read_text())["variants"].values()
+    return not any("error" in row for row in rows)
+
+
+def write(result: Figures, stem: str) -> None:
+    """Keep a race as JSON and as Markdown."""
     RESULTS.mkdir(exist_ok=True)
-    about = machine()
-    for result in results:
-        stem = f"{result['name']}-{'cold-' if result['cold'] else ''}{size}"
-        data = json.dumps({"machine": about, **result}, indent=1)
-        (RESULTS / f"{stem}.json").write_text(data + "\n")
-        said = ", ".join(f"{key} {value}" for key, value in about.items())
-        (RESULTS / f"{stem}.md").write_text(f"{table(result)}\n{said}\n")
+    (RESULTS / f"{stem}.json").write_text(json.dumps(result, indent=1) + "\n")
+    said = ", ".join(f"{key} {value}" for key, value in result["machine"].items())
+    (RESULTS / f"{stem}.md").write_text(f"{table(result)}\n{said}\n")
 
 
 if __name__ == "__main__":

@@ -41,7 +41,8 @@ def measure(
     """Run ``go`` and give its figures; a dict that it returns is taken into them.
 
     Args:
-        go: returns a module, a list of tensors, or a dict of figures of its own.
+        go: returns a module or a list of tensors, or figures of its own (a dict), or both of
+            them as a pair.
         touch_pages: go on to the *touched* end.
         with_checksum: read all bytes once more, after everything was measured.
     """
@@ -51,6 +52,7 @@ def measure(
     cpu, start = time.process_time(), time.perf_counter()
     result = go()
     figures: Figures = {"returned_s": time.perf_counter() - start}
+    result, own = result if isinstance(result, tuple) else (result, {})
     tensors = _tensors_of(result)
     if touch_pages:
         _touch(tensors)
@@ -67,9 +69,7 @@ def measure(
         figures["gib"] = sum(t.nbytes for t in tensors) / GIB
         if with_checksum:
             figures["checksum"] = _checksum(tensors)
-    if isinstance(result, dict):
-        figures |= result
-    return figures
+    return figures | own | (result if isinstance(result, dict) else {})
 
 
 def _memory() -> tuple[int, int]:
