@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -18,29 +18,98 @@ from loadkit.quantization_base import QuantizeMethodBase
 from loadkit.text import printable
 from loadkit.tracing.evaluate import strided
 from loadkit.tracing.lazy_tensor import LazyTensor
+from loadkit.turns import Turn
 
 if TYPE_CHECKING:
     from loadkit.config import ModelConfig
 
 __all__ = [
+    "Finisher",
     "check_ready",
     "device_loading_context",
     "finalize_layerwise_processing",
-    "place",
     "process_weights_after_loading",
     "tell_loaded",
 ]
 
 
-def place(model: nn.Module, targets: list[Target], memory: dict[int, torch.Tensor]) -> None:
+class Finisher:
+    """Gives a model its memory, and finishes its modules as their weights come.
+
+    Args:
+        model: the model; its parameters are on meta, or a live module's own.
+        model_config: what attention layers are told the dtype by; may be None.
+        target_device: where modules are finished.
+        processed: the weights were post-processed before they were saved.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        model_config: ModelConfig | None,
+        target_device: torch.device,
+        *,
+        processed: bool = False,
+    ) -> None:
+        self._model = model
+        self._model_config = model_config
+        self._device = target_device
+        self._processed = processed
+        self._done: set[int] = set()
+        self._by_name: dict[str, torch.Tensor] = {
+            **dict(model.named_parameters(remove_duplicate=False)),
+            **dict(model.named_buffers(remove_duplicate=False)),
+        }
+
+    def take(self, turn: Turn, memory: dict[int, torch.Tensor]) -> None:
+        """Give a turn's targets their memory, then let its module's method finish it.
+
+        Raises:
+            ModelError: a module's post-processing failed; names it, chained to the cause.
+        """
+        place(self._by_name, turn.targets, memory)
+        if turn.module is not None:
+            memory.clear()
+            self._finish_weights(turn.name, turn.module)
+
+    def finish(self) -> None:
+        """Finish the modules that had no turn, then attention layers.
+
+        Raises:
+            ModelError: a module's post-processing failed; names it, chained to the cause.
+        """
+        modules = [
+            (name, module)
+            for name, module in self._model.named_modules()
+            if not (self._processed and is_processed_layout(module))
+        ]
+        for name, module in modules:
+            if id(module) not in self._done:
+                self._finish_weights(name, module)
+        dtype = self._model_config.dtype if self._model_config is not None else None
+        for name, module in modules:
+            own = getattr(module, "process_weights_after_loading", None)
+            if callable(own):
+                with _named(name, module), device_loading_context(module, self._device):
+                    own(dtype)
+
+    def _finish_weights(self, name: str, module: nn.Module) -> None:
+        self._done.add(id(module))
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, QuantizeMethodBase):
+            with _named(name, module), device_loading_context(module, self._device):
+                method.process_weights_after_loading(module)
+
+
+def place(
+    by_name: Mapping[str, torch.Tensor],
+    targets: Iterable[Target],
+    memory: Mapping[int, torch.Tensor],
+) -> None:
     """Give each parameter its memory: the same objects, with their attributes. Ties stay ties.
 
-    So do buffers that loading made.
+    So do buffers that loading made. ``by_name`` holds a model's parameters and buffers.
     """
-    by_name: dict[str, torch.Tensor] = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
     for target in targets:
         if target.storage.real is not None or target.names[0] not in by_name:
             continue
@@ -57,35 +126,16 @@ def place(model: nn.Module, targets: list[Target], memory: dict[int, torch.Tenso
 
 
 def process_weights_after_loading(
-    model: nn.Module,
-    model_config: ModelConfig | None,
-    target_device: torch.device,
-    *,
-    processed: bool = False,
+    model: nn.Module, model_config: ModelConfig | None, target_device: torch.device
 ) -> None:
     """Let each module's quantisation method, then each attention layer, finish its weights.
 
-    Runs once per module, in ``named_modules`` order, on ``target_device``; not where the weights
-    came ``processed``, saved in the layout that it makes.
+    Runs once per module, in ``named_modules`` order, on ``target_device``.
 
     Raises:
         ModelError: a module's post-processing failed; names it, chained to the cause.
     """
-    modules = [
-        (name, module)
-        for name, module in model.named_modules()
-        if not (processed and is_processed_layout(module))
-    ]
-    for name, module in modules:
-        method = getattr(module, "quant_method", None)
-        if isinstance(method, QuantizeMethodBase):
-            with _named(name, module), device_loading_context(module, target_device):
-                method.process_weights_after_loading(module)
-    for name, module in modules:
-        own = getattr(module, "process_weights_after_loading", None)
-        if callable(own):
-            with _named(name, module), device_loading_context(module, target_device):
-                own(model_config.dtype if model_config is not None else None)
+    Finisher(model, model_config, target_device).finish()
 
 
 @contextmanager

@@ -16,19 +16,21 @@ from loadkit import plugins
 from loadkit.build import build
 from loadkit.errors import LoadkitError, ModelError
 from loadkit.failed_load import let_go
-from loadkit.finish import check_ready, place, process_weights_after_loading, tell_loaded
+from loadkit.finish import Finisher, check_ready, tell_loaded
 from loadkit.load_group import ALONE, LoadGroup, load_group
 from loadkit.load_plan import LoadPlan
 from loadkit.local_memory import reshard
+from loadkit.memory_errors import memory_errors
 from loadkit.meta_buffers import complete_buffers
 from loadkit.origin import origin_of, remember, remember_load
 from loadkit.plan import Planned, collector_paused, make_plan, plan_without_model
 from loadkit.plan_together import needs_of_world, share, share_out
 from loadkit.progress import Progress
 from loadkit.rank_digest import compare
-from loadkit.read import ReadResult, read_targets
+from loadkit.read import ReadResult, read_turns
 from loadkit.report import LoadReport, PeakMeter, Stopwatch
 from loadkit.resolve import Job, job_for_module, resolve
+from loadkit.turns import Turn
 
 if TYPE_CHECKING:
     from loadkit.mapper import WeightsMapper
@@ -60,7 +62,7 @@ def run_line(job: Job, watch: Stopwatch | None = None, ranks: LoadGroup = ALONE)
     plan: LoadPlan | None = None
     before = sys.exception()
     try:
-        with PeakMeter(device=job.device) as meter:
+        with PeakMeter(device=job.device) as meter, memory_errors():
             with watch.step("build"), ranks.step("build"), collector_paused():
                 built = build(job)
             recorder = built.recorder
@@ -75,12 +77,12 @@ def run_line(job: Job, watch: Stopwatch | None = None, ranks: LoadGroup = ALONE)
                     plan.raise_if_bad()
                 in_place = any(target.storage.real is not None for target in plan.targets)
                 with watch.step("read"), _marked(planned.model, in_place), ranks.step("read"):
-                    done = _read(job, planned, ranks)
+                    done, finisher = _read(job, planned, ranks)
             except BaseException:
                 recorder.undo_rehoming()
                 raise
             with watch.step("finish"), _marked(planned.model, True), ranks.step("finish"):
-                _finish(job, planned)
+                _finish(job, planned, finisher)
         remember_load(
             planned.model,
             job.config,
@@ -103,22 +105,36 @@ def run_line(job: Job, watch: Stopwatch | None = None, ranks: LoadGroup = ALONE)
         job.close()
 
 
-def _read(job: Job, planned: Planned, ranks: LoadGroup) -> ReadResult:
-    """Step 4, and the memory handed to the model."""
+def _read(job: Job, planned: Planned, ranks: LoadGroup) -> tuple[ReadResult, Finisher]:
+    """Step 4, and the memory handed to the model.
+
+    A module with a turn of its own is finished as it completes, the rest is handed over at the end.
+    """
     plan = planned.plan
+    device = torch.device(job.device)
+    finisher = Finisher(
+        planned.model, job.config.model_config, device, processed=job.loader.processed
+    )
+    held: list[tuple[Turn, dict[int, torch.Tensor]]] = []
 
     def landed(nbytes: int) -> None:
         ranks.check()
         progress.landed(nbytes)
 
-    targets = list(plan.targets)
+    def ready(turn: Turn, memory: dict[int, torch.Tensor]) -> None:
+        if turn.module is None:
+            held.append((turn, memory))
+        else:
+            finisher.take(turn, memory)
+
     alias = planned.reader.aliases and job.load_config.alias == "auto"
     try:
         with Progress(plan.bytes_to_read, shown=job.load_config.use_tqdm_on_load) as progress:
-            done, memory = read_targets(
-                targets,
+            done = read_turns(
+                planned.turns,
                 planned.reader,
-                device=torch.device(job.device),
+                ready,
+                device=device,
                 alias=alias,
                 landed=landed,
                 share=planned.share,
@@ -140,8 +156,9 @@ def _read(job: Job, planned: Planned, ranks: LoadGroup) -> ReadResult:
             detail={"tensors": done.overflows},
             hint="give dtype='float32' or 'bfloat16', or force this one with dtype=",
         )
-    place(planned.model, targets, memory)
-    return done
+    for turn, memory in held:
+        finisher.take(turn, memory)
+    return done, finisher
 
 
 @contextmanager
@@ -156,14 +173,9 @@ def _marked(model: nn.Module, written: bool) -> Iterator[None]:
         raise
 
 
-def _finish(job: Job, planned: Planned) -> None:
+def _finish(job: Job, planned: Planned, finisher: Finisher) -> None:
     model = planned.model
-    process_weights_after_loading(
-        model,
-        job.config.model_config,
-        torch.device(job.device),
-        processed=job.loader.processed,
-    )
+    finisher.finish()
     if job.device != "cpu":
         for module in model.modules():
             for name, buffer in module._buffers.items():

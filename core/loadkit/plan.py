@@ -36,6 +36,7 @@ from loadkit.tracing.leaks import Held, adopt, held_tensors, leaked_names, settl
 from loadkit.tracing.reading import read_now
 from loadkit.tracing.recorder import Recorder, observed, offers_of
 from loadkit.tracing.storage import FileLeaf
+from loadkit.turns import Turn
 
 if TYPE_CHECKING:
     from loadkit.resolve import Job
@@ -52,7 +53,8 @@ MAX_ATTEMPTS = 16  # times a model is traced; each later one knows more of what 
 class Planned:
     """A traced model, its plan, and the reader that the plan counted with.
 
-    ``share``: how ranks read for each other, where ``distribute`` says that they do.
+    ``turns``: in what turns it is filled. ``share``: how ranks read for each other, where
+    ``distribute`` says that they do.
     """
 
     model: nn.Module
@@ -60,6 +62,7 @@ class Planned:
     plan: LoadPlan
     reader: Reader
     initialised: dict[str, str]
+    turns: list[Turn]
     share: Distribution | None = None
 
     def casts(self) -> Iterator[tuple[str, str]]:
@@ -318,7 +321,7 @@ def _assemble(
         requests=costs.requests,
         targets=tuple(finder.targets),
     )
-    return Planned(built.model, built.recorder, plan, reader, finder.initialised)
+    return Planned(built.model, built.recorder, plan, reader, finder.initialised, finder.turns)
 
 
 def plan_without_model(job: Job, error: ModelError) -> LoadPlan:

@@ -19,6 +19,7 @@ from loadkit.tracing.pairing import Strip
 from loadkit.tracing.program import children, walk
 from loadkit.tracing.storage import FileLeaf
 from loadkit.tracing.view import View
+from loadkit.turns import Turn
 from loadkit.unused_options import refuse_idle_ring
 
 if TYPE_CHECKING:
@@ -41,23 +42,63 @@ class Costs(NamedTuple):
     requests: int
 
 
-def costs_of(targets: Sequence[Target], reader: Reader, job: Job) -> Costs:
-    """What filling the targets reads and holds, as the read step will do it.
+def costs_of(turns: Sequence[Turn], reader: Reader, job: Job) -> Costs:
+    """What filling the targets reads and holds, as the read step will do it, turn by turn.
 
     Settles ``may_alias`` of each: its file allows it, and it has its storage for itself.
     """
-    aliases = reader.aliases and job.load_config.alias == "auto"
-    allowed = {id(file): aliases and can_alias(file)[0] for file in files_of(list(targets))}
-    bill = Bill(reader)
-    owned: dict[int, int] = {}
+    targets = [target for turn in turns for target in turn.targets]
     device = torch.device(job.device)
-    staged: list[tuple[Target, Moves]] = []
+    aliases = reader.aliases and job.load_config.alias == "auto"
+    _settle_aliases(targets, aliases, device)
+    bill = Bill(reader)
+    read = requests = ring_bytes = kept = peak = 0
+    for turn in turns:
+        staged: list[tuple[Target, Moves]] = []
+        owned: dict[int, int] = {}
+        for target in turn.targets:
+            moves = moves_of(target, alias=aliases)
+            if is_accelerator(device_of(target, device)):
+                parts = split(moves)
+                staged.append((target, parts.staged))
+                bill.need(parts.staged)
+                moves = Moves(None, [], [], parts.rest)
+            elif target.storage.real is None and moves.alias is None:
+                owned[id(target.storage)] = target.storage.numel * target.storage.itemsize
+            bill.add(moves)
+            _add_checks(bill, target, device)
+        bill.close()
+        ring = staged_cost(staged, reader, device)
+        read, requests = read + ring.survey.nbytes, requests + ring.survey.requests
+        ring_bytes = max(ring_bytes, ring.ring_bytes)
+        raw, after = sum(owned.values()), turn.kept_bytes() if owned else 0
+        # While a module is finished, what it was and what it becomes are both there.
+        peak = max(peak, kept + raw + (after if turn.module is not None and after != raw else 0))
+        kept += after if turn.module is not None else raw
+    rest = reader.survey_end()
+    if not any(is_accelerator(device_of(target, device)) for target in targets):
+        refuse_idle_ring(job.load_config)
+    parameters = sum(target.nbytes for target in targets if target.is_parameter)
+    peak = max(peak, kept) + bill.staging + _constants(targets) + ring_bytes
+    peak += reader.buffer_bytes()
+    return Costs(
+        bill.needed,
+        bill.read + read + rest.nbytes,
+        bill.aliased,
+        parameters,
+        peak,
+        bill.requests + requests + rest.requests,
+    )
+
+
+def _settle_aliases(targets: list[Target], aliases: bool, device: torch.device) -> None:
+    """Which targets may be views of their files."""
+    allowed = {id(file): aliases and can_alias(file)[0] for file in files_of(targets)}
     users = Counter(id(target.storage) for target in targets)
     for target in targets:
-        host = not is_accelerator(device_of(target, device))
         target.may_alias = (
             target.may_alias
-            and host
+            and not is_accelerator(device_of(target, device))
             and users[id(target.storage)] == 1
             and all(
                 allowed[id(expr.leaf.info.file)]
@@ -65,39 +106,30 @@ def costs_of(targets: Sequence[Target], reader: Reader, job: Job) -> Costs:
                 if isinstance(expr, Src) and isinstance(expr.leaf, FileLeaf)
             )
         )
-        moves = moves_of(target, alias=aliases)
-        if not host:
-            parts = split(moves)
-            staged.append((target, parts.staged))
-            bill.need(parts.staged)
-            moves = Moves(None, [], [], parts.rest)
-        bill.add(moves)
-        for view, expr, _ in target.checks:
-            if not host and is_staged(expr):
-                bill.need(Moves(None, [], [], [(view, expr)]))
-            else:
-                bill.staging = max(bill.staging, bill.evaluated(expr))
-        if host and target.storage.real is None and moves.alias is None:
-            owned[id(target.storage)] = target.storage.numel * target.storage.itemsize
-    bill.close()
-    ring = staged_cost(staged, reader, device)
-    rest = reader.survey_end()
-    if not staged:
-        refuse_idle_ring(job.load_config)
-    constants = {
-        item.tensor.untyped_storage()._cdata: item.tensor.untyped_storage().nbytes()
-        for target in targets
-        for _, expr in target.pieces
-        if not isinstance(expr, Src)
-        for item in walk(expr)
-        if isinstance(item, Const) and item.source is not None
-    }
-    parameters = sum(target.nbytes for target in targets if target.is_parameter)
-    peak = bill.staging + sum(constants.values()) + sum(owned.values()) + ring.ring_bytes
-    peak += reader.buffer_bytes()
-    read = bill.read + ring.survey.nbytes + rest.nbytes
-    requests = bill.requests + ring.survey.requests + rest.requests
-    return Costs(bill.needed, read, bill.aliased, parameters, peak, requests)
+
+
+def _add_checks(bill: Bill, target: Target, device: torch.device) -> None:
+    """Count what is read to compare tied weights."""
+    on_device = is_accelerator(device_of(target, device))
+    for view, expr, _ in target.checks:
+        if on_device and is_staged(expr):
+            bill.need(Moves(None, [], [], [(view, expr)]))
+        else:
+            bill.staging = max(bill.staging, bill.evaluated(expr))
+
+
+def _constants(targets: list[Target]) -> int:
+    """Bytes of real tensors that opaque loaders handed over."""
+    return sum(
+        {
+            item.tensor.untyped_storage()._cdata: item.tensor.untyped_storage().nbytes()
+            for target in targets
+            for _, expr in target.pieces
+            if not isinstance(expr, Src)
+            for item in walk(expr)
+            if isinstance(item, Const) and item.source is not None
+        }.values()
+    )
 
 
 class Bill:

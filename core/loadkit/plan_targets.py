@@ -42,12 +42,13 @@ from loadkit.tracing.program import resolve, resolve_region, walk
 from loadkit.tracing.replay import holes
 from loadkit.tracing.storage import Fill, Storage, Value
 from loadkit.tracing.view import View
+from loadkit.turns import Turn, is_repacked, turns_of
 
 if TYPE_CHECKING:
     from loadkit.build import Built
     from loadkit.resolve import Job
 
-__all__ = ["TargetFinder", "is_repacked"]
+__all__ = ["TargetFinder"]
 
 
 _COMPARED = 500  # names that a missing one is compared with
@@ -335,26 +336,22 @@ class TargetFinder:
         self.problems.append(Problem(code, message, tensor, parameter, hint=hint))
         self._in_trouble.add(parameter)
 
+    @cached_property
+    def turns(self) -> list[Turn]:
+        """In what turns the targets are filled."""
+        job = self.job
+        together = job.module is not None or job.load_config.distribute is not None
+        return turns_of(self.model, self.targets, one_turn=job.loader.processed or together)
+
     def files(self) -> list[File]:
         """The files that will be read."""
         return files_of(self.targets)
 
     def costs(self, reader: Reader) -> Costs:
         """What the load will read and hold, with this reader. Settles who may be an alias."""
-        costs = costs_of(self.targets, reader, self.job)
+        costs = costs_of(self.turns, reader, self.job)
         opaque = sum(self.recorder.opaque_bytes.values())
         return costs._replace(needed=costs.needed + opaque, read=costs.read + opaque)
-
-
-def is_repacked(module: nn.Module) -> bool:
-    """Whether a module's weights are changed after loading: then they must be owned."""
-    from loadkit.quantization_base import QuantizeMethodBase
-
-    method = getattr(module, "quant_method", None)
-    if method is None:
-        return False
-    own = getattr(type(method), "process_weights_after_loading", None)
-    return own is not None and own is not QuantizeMethodBase.process_weights_after_loading
 
 
 def _said_by(module: nn.Module, target: Target, missing: list[View]) -> list[str]:

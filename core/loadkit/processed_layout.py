@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from loadkit.plan_targets import is_repacked
+from loadkit.turns import is_repacked
 
 __all__ = ["is_processed_layout", "processors_of", "version_of"]
 

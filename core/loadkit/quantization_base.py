@@ -43,6 +43,13 @@ class QuantizeMethodBase(ABC):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:  # noqa: B027
         """Repack or quantise the loaded parameters of one layer. Called once, when all are in."""
 
+    def bytes_after_loading(self, layer: torch.nn.Module) -> int | None:
+        """Bytes of a layer's parameters after its post-processing; None: as many as before.
+
+        Asked while the parameters are on meta; a plan predicts a load's memory with it.
+        """
+        return None
+
 
 class LinearMethodBase(QuantizeMethodBase):
     """The method of a linear layer y = x W^T + b, N outputs, K inputs."""

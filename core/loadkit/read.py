@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeGuard
@@ -24,10 +24,12 @@ from loadkit.tracing.expressions import Call, Const, Expr, Part, Src
 from loadkit.tracing.program import walk
 from loadkit.tracing.storage import FileLeaf, Storage
 from loadkit.tracing.view import View
+from loadkit.turns import Turn
 
-__all__ = ["ReadResult", "read_targets"]
+__all__ = ["ReadResult", "read_targets", "read_turns"]
 
 Landed = Callable[[int], None]
+Ready = Callable[[Turn, dict[int, torch.Tensor]], None]
 
 
 @dataclass
@@ -83,44 +85,67 @@ def read_targets(
     landed: Landed | None = None,
     share: Distribution | None = None,
 ) -> tuple[ReadResult, dict[int, torch.Tensor]]:
-    """Fill every target's memory; returns it by ``id(storage)``, flat.
+    """Fill every target's memory in one turn; returns it by ``id(storage)``, flat.
 
-    Strips of all targets are read in file order, then what is computed, then tied weights are
-    compared. On an error nothing has been given to the model. With ``share`` the ranks of a group
-    read for each other, and only what is this rank's own business goes that way.
+    As ``read_turns``.
+    """
+    memory: dict[int, torch.Tensor] = {}
+
+    def ready(_: Turn, filled: dict[int, torch.Tensor]) -> None:
+        memory.update(filled)
+
+    turns = [Turn(list(targets))]
+    done = read_turns(turns, reader, ready, device=device, alias=alias, landed=landed, share=share)
+    return done, memory
+
+
+def read_turns(
+    turns: Sequence[Turn],
+    reader: Reader,
+    ready: Ready,
+    *,
+    device: torch.device,
+    alias: bool,
+    landed: Landed | None = None,
+    share: Distribution | None = None,
+) -> ReadResult:
+    """Fill every target's memory, turn by turn; ``ready`` gets each turn and its memory.
+
+    In a turn the strips of its targets are read in file order, then what is computed. Tied weights
+    are compared before the first turn is ready. With ``share`` the ranks of a group read for each
+    other, and only what is this rank's own business goes that way.
+
+    Args:
+        turns: tied weights, and what is shared with other ranks, are in the first one.
+        reader: moves the bytes.
+        ready: called as ``ready(turn, memory)``, memory flat by ``id(storage)``; what it does not
+            keep is given up.
+        device: where memory is made.
+        alias: targets may be views of their files.
+        landed: told how many bytes have come.
+        share: how ranks read for each other.
 
     Raises:
         ReadFailure: a file failed, ended early, or changed.
         ModelError: a cast turned a finite number into inf; tied weights differ.
         ResourceError: no memory.
     """
-    targets = list(targets)
     run = _Run(reader, _Memory(device), landed)
-    todo = [(t, moves_of(t, alias=alias)) for t in targets]
+    todos = [[(t, moves_of(t, alias=alias)) for t in turn.targets] for turn in turns]
     with Stage(reader, run.memory, device, landed) as stage:
-        run.save_old(todo)
+        run.save_old([item for todo in todos for item in todo])
         if share is not None:
-            todo = run.shared(share, todo)
-        targets = [target for target, _ in todo]
-        todo = stage.fill(todo)
-        for target, moves in todo:
-            run.alias(target, moves)
-            run.fill(target, moves)
-        run.strips(todo)
-        todo.sort(key=lambda item: _first_offset(item[1]))
-        last = _last_uses(todo)
-        for at, (target, moves) in enumerate(todo):
-            run.compute(target, moves)
-            for origin in last.pop(at, ()):
-                run.cache.pop(origin, None)
-        stage.check(targets)
-        for target in targets:
-            run.check(target, stage)
+            todos[0] = run.shared(share, todos[0])
+        for turn, todo in zip(turns, todos, strict=True):
+            run.turn(todo, stage)
+            ready(turn, dict(run.memory.flat))
+            run.memory.flat.clear()
     run.result.bytes_read += stage.bytes_read
     run.result.overflows += stage.overflows
+    targets = [target for todo in todos for target, _ in todo]
     for file in files_of(targets) if share is None else share.files(targets):
         file.check_unchanged()
-    return run.result, run.memory.flat
+    return run.result
 
 
 def _last_uses(todo: list[tuple[Target, Moves]]) -> dict[int, list[int]]:
@@ -178,6 +203,24 @@ class _Run:
                 self.fill(target, moves)
         self.result.bytes_read += share.fill(self, self.reader, self.landed)
         return [item for item in todo if id(item[0]) in alone]
+
+    def turn(self, todo: list[tuple[Target, Moves]], stage: Stage) -> None:
+        """Fill these targets, and compare those that are tied."""
+        targets = [target for target, _ in todo]
+        todo = stage.fill(todo)
+        for target, moves in todo:
+            self.alias(target, moves)
+            self.fill(target, moves)
+        self.strips(todo)
+        todo.sort(key=lambda item: _first_offset(item[1]))
+        last = _last_uses(todo)
+        for at, (target, moves) in enumerate(todo):
+            self.compute(target, moves)
+            for origin in last.pop(at, ()):
+                self.cache.pop(origin, None)
+        stage.check(targets)
+        for target in targets:
+            self.check(target, stage)
 
     def memory_of(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
         """A storage's memory, flat; allocated at its first use."""

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from loadkit.errors import ModelError, UsageError
-from loadkit.plan_targets import is_repacked
+from loadkit.turns import is_repacked
 
 __all__ = ["check_whole", "part_of", "required_part", "unpadded"]
 

@@ -184,7 +184,7 @@ def test_a_bad_plan_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def no_read(*_: object, **__: object) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr("loadkit.loader.read_targets", no_read)
+    monkeypatch.setattr("loadkit.loader.read_turns", no_read)
     with pytest.raises(PlanError) as caught:
         loadkit.load(tmp_path)
     assert {p.code for p in caught.value.problems} == {"SHAPE_MISMATCH", "MISSING"}

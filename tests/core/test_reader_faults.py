@@ -237,13 +237,13 @@ def test_fault_8_a_file_cut_after_its_header_was_read_ends_the_load(
 ) -> None:
     write_llama(tmp_path)
     weights = max(tmp_path.glob("*.safetensors"), key=lambda path: path.stat().st_size)
-    plain = loadkit.loader.read_targets  # type: ignore[attr-defined]
+    plain = loadkit.loader.read_turns  # type: ignore[attr-defined]
 
     def cutting(*args: object, **more: object) -> object:
         os.truncate(weights, weights.stat().st_size // 2)
         return plain(*args, **more)
 
-    monkeypatch.setattr(loadkit.loader, "read_targets", cutting)  # type: ignore[attr-defined]
+    monkeypatch.setattr(loadkit.loader, "read_turns", cutting)  # type: ignore[attr-defined]
     with pytest.raises((ChangedError, TruncatedError)) as caught:
         loadkit.load(tmp_path, dtype=dtype, load_config=LoadConfig(reader=reader))
     assert caught.value.file == weights.name

@@ -297,8 +297,8 @@ class Recorder:
     def _pulled(self, source: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         """The weights; a loader that makes real data does its own work unrecorded."""
         if not self.makes_real_data:
-            for item in source:  # "yield from" would close it with this generator
-                yield item
+            for weight in source:  # noqa: UP028 - "yield from" would close it with this generator
+                yield weight
             return
         while True:
             with self.paused():

@@ -9,11 +9,11 @@ import torch
 
 from loadkit.auto_weights_loader import AutoWeightsLoader
 from loadkit.errors import WeightLoadError
-from loadkit.plan_targets import is_repacked
 from loadkit.sharded_name import ShardedName
 from loadkit.text import printable
 from loadkit.tracing import report_misfit
 from loadkit.tracing.regions import copies_regions
+from loadkit.turns import is_repacked
 from loadkit_layers.fused_moe.missing import describe_missing
 from loadkit_layers.fused_moe.names import ExpertShard, find_place
 from loadkit_layers.fused_moe.parameter import ExpertParameter
