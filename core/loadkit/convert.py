@@ -172,7 +172,8 @@ def _report(
     casts: dict[tuple[str, str], int] = {}
     skipped: dict[str, str] = {}
     ties: dict[str, list[str]] = {}
-    warnings = [f"{name}: some numbers became infinite" for name in written.overflows]
+    warnings = [*how.notes]
+    warnings += [f"{name}: some numbers became infinite" for name in written.overflows]
     for contents in draft.contents:
         casts.update(contents.casts)
         skipped.update(contents.skipped)

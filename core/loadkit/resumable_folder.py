@@ -134,8 +134,6 @@ class ResumableFolder(AtomicFolder):
         self._lock = -1
 
     def _discard(self) -> None:
-        kept = self.keep and self.locked and self._staging != self.path
-        if kept:
-            staging, self._staging = self._staging, self.path  # so that it stays
-            log.warning("unfinished work is kept in %s", show_path(staging))
+        if self.keep and self.locked:
+            self._staging = self.path  # so that the hidden folder stays
         super()._discard()

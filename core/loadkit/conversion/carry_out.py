@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
 import time
@@ -21,6 +22,8 @@ from loadkit.save import file_blocks
 from loadkit.saved_files import is_replaced
 
 __all__ = ["carry_out"]
+
+log = logging.getLogger("loadkit")
 
 _SPARE = 1 << 20  # bytes of disk that a target's folders, journal and last files take, and more
 
@@ -113,10 +116,13 @@ def _kept(folder: ResumableFolder) -> Iterator[None]:
     """Leave the unfinished work where going on with it makes sense: interrupted, or a bad read."""
     try:
         yield
-    except (KeyboardInterrupt, ReadError) as error:
+    except (KeyboardInterrupt, ReadError):
         folder.keep = folder.locked
         if folder.keep:
-            error.add_note("run it again with --resume to go on from here")
+            log.warning(
+                "what is written so far is kept in %s: --resume goes on with it",
+                show_path(folder.staging),
+            )
         raise
 
 

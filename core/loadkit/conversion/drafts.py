@@ -36,13 +36,14 @@ _PLAIN = {"load_format": "auto", "dtype": "auto", "trust_remote_code": False}
 class How:
     """What was decided: the target's kind, whose names its tensors have, and why.
 
-    ``shown``: whether the caller wants to see progress.
+    ``shown``: whether the caller wants to see progress. ``notes``: what is worth knowing.
     """
 
     to: str
     names: str
     why: str
     shown: bool = False
+    notes: tuple[str, ...] = ()
 
 
 def make_draft(
@@ -79,7 +80,7 @@ def make_draft(
             sharded_draft(stack, job, sizes, load_format=to, metadata=header, most=most)
         )
         how = How(to, "parameter", "as the model calls them")
-        return draft, replace(how, shown=job.load_config.use_tqdm_on_load)
+        return draft, _with_notes(how, job, draft)
     job, contents, how = contents_of(stack, source, names, load_config, options)
     draft = stack.enter_context(
         checkpoint_draft(
@@ -90,7 +91,19 @@ def make_draft(
             copies_config=how.names == "checkpoint",
         )
     )
-    return draft, replace(how, to=to, shown=job.load_config.use_tqdm_on_load)
+    return draft, _with_notes(how, job, draft)
+
+
+def _with_notes(how: How, job: Job, draft: Draft) -> How:
+    """What a caller should know of a draft, and whether it wants to see progress."""
+    inside = callable(getattr(job.loader, "read_tokenizer", None))
+    beside = any(name.startswith(("tokenizer", "vocab")) for name, _ in draft.small.files)
+    lost = f"the tokenizer inside of the {job.load_config.load_format} file is not written"
+    return replace(
+        how,
+        shown=job.load_config.use_tqdm_on_load,
+        notes=(lost,) if inside and not beside else (),
+    )
 
 
 def _check(to: str, names: str, sizes: Mapping[str, int], most: Any) -> None:
