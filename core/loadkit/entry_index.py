@@ -32,6 +32,7 @@ GROUPS = {
     "loadkit.quantization": "quantization",
     "loadkit.sources": "sources",
     "loadkit.readers": "readers",
+    "loadkit.availability": "availability",  # whether a load format can be used here
     "loadkit": "plugins",
 }
 ALLOW = "LOADKIT_PLUGINS"

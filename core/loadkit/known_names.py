@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-__all__ = ["FIRST_PARTY", "KNOWN", "Known", "canonical", "pip_line"]
+__all__ = ["FIRST_PARTY", "KNOWN", "LIBRARIES", "Known", "canonical", "pip_line"]
 
 
 class Known(NamedTuple):
@@ -74,6 +74,19 @@ KNOWN: dict[str, dict[str, Known]] = {
         **_from("fastsafetensors", "fastsafetensors"),
         **_from("instanttensor", "instanttensor"),
     },
+}
+
+# load format -> the library that its loader calls, as pip names it; the others call none
+LIBRARIES: dict[str, str] = {
+    "npcache": "numpy",
+    "bitsandbytes": "bitsandbytes",
+    "tensorizer": "tensorizer",
+    "runai_streamer": "runai-model-streamer",
+    "runai_streamer_sharded": "runai-model-streamer",
+    "fastsafetensors": "fastsafetensors",
+    "instanttensor": "instanttensor",
+    "modelexpress": "modelexpress",
+    "dcp": "torch",
 }
 
 # The distributions of this project: LOADKIT_PLUGINS does not switch them off.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,25 @@ from loadkit import plugins
 from loadkit.cli.plugin_probe import probe
 
 Run = Callable[..., Ran]
+FORMAT_KEYS = ("name", "distribution", "version", "library", "library_version", "state", "install")
+FORMATS = {
+    "hf": "loadkit-default",
+    "safetensors": "loadkit-default",
+    "pt": "loadkit-default",
+    "mistral": "loadkit-default",
+    "npcache": "loadkit-default",
+    "dummy": "loadkit-dummy",
+    "gguf": "loadkit-gguf",
+    "bitsandbytes": "loadkit-bitsandbytes",
+    "tensorizer": "loadkit-tensorizer",
+    "sharded_state": "loadkit-sharded-state",
+    "runai_streamer_sharded": "loadkit-sharded-state",
+    "runai_streamer": "loadkit-runai-streamer",
+    "fastsafetensors": "loadkit-fastsafetensors",
+    "instanttensor": "loadkit-instanttensor",
+    "modelexpress": "loadkit-modelexpress",
+    "dcp": "loadkit-dcp",
+}
 
 
 @pytest.fixture
@@ -40,7 +61,7 @@ def test_formats_have_the_published_keys_and_no_auto(run: Run) -> None:
     found = run("formats", "--json").json()
     assert found["schema"] == "loadkit.formats/1"
     for row in found["formats"]:
-        assert set(row) == {"name", "distribution", "version", "state", "install"}
+        assert list(row) == list(FORMAT_KEYS)
     rows = by_name(found["formats"])
     assert "auto" not in rows
     assert rows["safetensors"]["distribution"] == "loadkit-default"
@@ -48,11 +69,84 @@ def test_formats_have_the_published_keys_and_no_auto(run: Run) -> None:
     assert rows["safetensors"]["install"] is None
 
 
-def test_PLG_03_a_known_format_that_is_missing_says_the_pip_line(run: Run) -> None:
+def test_every_format_of_the_project_has_a_row_installed_or_not(run: Run) -> None:
     rows = by_name(run("formats", "--json").json()["formats"])
+    assert {name: rows[name]["distribution"] for name in FORMATS} == FORMATS
+
+
+def bare_site(site: Path, *names: str) -> None:
+    """A path on which only some of the project's distributions are installed, as metadata."""
+    for name in names:
+        points = "".join(f"{f} = m:L\n" for f, owner in FORMATS.items() if owner == name)
+        fake_distribution(site, name, f"[loadkit.loaders]\n{points}", version="9.9")
+
+
+def rows_of_site(site: Path) -> dict[str, dict[str, Any]]:
+    """What ``formats`` lists where metadata is found in ``site`` alone."""
+    code = (
+        "import importlib.metadata as m, sys\n"
+        "from loadkit.cli import main\n"
+        "found = m.distributions\n"
+        f"m.distributions = lambda **k: found(path=[{str(site)!r}], **k)\n"
+        "main(['formats', '--json'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return by_name(json.loads(done.stdout)["formats"])
+
+
+def test_PLG_03_a_known_format_that_is_missing_says_the_pip_line(site: Path) -> None:
+    bare_site(site, "loadkit-default")
+    rows = rows_of_site(site)
     assert rows["tensorizer"]["state"] == "needs pip extra"
     assert rows["tensorizer"]["install"] == 'pip install "loadkit[tensorizer]"'
-    assert 'pip install "loadkit[tensorizer]"' in run("formats").out
+    assert rows["hf"]["state"] == "ready"
+
+
+def test_removing_one_distribution_changes_only_its_rows(tmp_path: Path) -> None:
+    everything = sorted(set(FORMATS.values()))
+    full = tmp_path / "full"
+    full.mkdir()
+    bare_site(full, *everything)
+    whole = rows_of_site(full)
+    assert {row["state"] for row in whole.values()} == {"ready"}
+    for gone in ("loadkit-default", "loadkit-tensorizer"):
+        folder = tmp_path / gone
+        folder.mkdir()
+        bare_site(folder, *(name for name in everything if name != gone))
+        rows = rows_of_site(folder)
+        changed = {name for name in FORMATS if rows[name] != whole[name]}
+        assert changed == {name for name, owner in FORMATS.items() if owner == gone}
+        assert {rows[name]["state"] for name in changed} == {"needs pip extra"}
+
+
+def test_a_distribution_says_the_state_of_its_format(run: Run, site: Path) -> None:
+    (site / "loud.py").write_text(
+        "LIBRARY = 'click'\ndef state():\n    return 'needs CUDA'\n"
+        "def missing():\n    return 'needs pip extra'\n"
+        "def raises():\n    raise OSError('no')\n"
+        "def ends():\n    import os\n    os._exit(5)\n"
+        "def number():\n    return 3\n"
+    )
+    names = {"cuda": "state", "gone": "missing", "bad": "raises", "dies": "ends", "odd": "number"}
+    loaders = "".join(f"{name} = loader_{name}:L\n" for name in [*names, "plain"])
+    states = "".join(f"{name} = loud:{function}\n" for name, function in names.items())
+    points = f"[loadkit.loaders]\n{loaders}[loadkit.availability]\n{states}"
+    fake_distribution(site, "toys", points, version="2.5")
+    rows = by_name(run("formats", "--json").json()["formats"])
+    found = {name: rows[name]["state"] for name in [*names, "plain"]}
+    assert found == {
+        "cuda": "needs CUDA",
+        "gone": "needs pip extra",
+        "bad": "broken",
+        "dies": "broken",
+        "odd": "broken",
+        "plain": "ready",
+    }
+    assert rows["cuda"]["library"] == "click"
+    assert rows["cuda"]["library_version"] == version("click")
+    assert rows["gone"]["install"] == "pip install click"
+    assert rows["safetensors"]["state"] == "ready"
 
 
 @pytest.mark.parametrize("command", ["formats", "models", "plugins"])

@@ -24,23 +24,24 @@ _CHILD = (
 MAX_ERROR = 500  # characters
 
 
-def probe(plugins: Sequence[Where], *, timeout: float) -> list[str | None]:
-    """For each plugin None, or what importing it ends in.
+def probe(plugins: Sequence[Where], *, timeout: float) -> list[Any]:
+    """For each plugin None, or what importing it ends in; for one that says a state, that.
 
     All are imported by one process, in order; one that ends or holds up the process is charged
-    with that, and a new process takes the rest.
+    with that, and a new process takes the rest. An entry point of the kind ``availability`` is
+    asked too: its answer is the list of its state and its library's name.
 
     Args:
         plugins: what to import.
         timeout: seconds that one plugin may take.
     """
-    answers: list[str | None] = []
+    answers: list[Any] = []
     while len(answers) < len(plugins):
         answers += _one_process(plugins[len(answers) :], timeout)
     return answers
 
 
-def _one_process(plugins: Sequence[Where], timeout: float) -> list[str | None]:
+def _one_process(plugins: Sequence[Where], timeout: float) -> list[Any]:
     """Answers for the first of ``plugins``, at least one; the last may be how the process ended."""
     reading, writing = os.pipe()
     with os.fdopen(reading, "rb", buffering=0) as pipe:
@@ -68,9 +69,9 @@ def _one_process(plugins: Sequence[Where], timeout: float) -> list[str | None]:
     return answers
 
 
-def _answers(pipe: Any, wanted: int, timeout: float) -> tuple[list[str | None], bool]:
+def _answers(pipe: Any, wanted: int, timeout: float) -> tuple[list[Any], bool]:
     """What the child said until it was done, gone, or silent for ``timeout`` seconds."""
-    answers: list[str | None] = []
+    answers: list[Any] = []
     buffer = b""
     deadline = time.monotonic() + timeout
     while len(answers) < wanted:
@@ -98,17 +99,34 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def answer(plugins: Sequence[Sequence[str]], fd: int) -> None:
-    """In the child: import each plugin, and write a line of JSON for it: null, or the error."""
+    """In the child: import each plugin, and write a line of JSON for it: null, or the error.
+
+    For one that says a state it is the list of that and its library.
+    """
     from loadkit.entry_index import GROUPS, index
 
     groups = {kind: group for group, kind in GROUPS.items()}
     for kind, name, value in plugins:
-        error: str | None = None
+        said: str | list[str | None] | None = None
         rows = [row for row in index().of_group(groups[kind]) if row.name == name]
         for row in rows:
             if row.value == value:
-                error = _failure(row)
-        os.write(fd, json.dumps(error and error[:MAX_ERROR]).encode() + b"\n")
+                said = _state(row) if kind == "availability" else _failure(row)
+        if isinstance(said, str):
+            said = said[:MAX_ERROR]
+        os.write(fd, json.dumps(said).encode() + b"\n")
+
+
+def _state(row: Any) -> str | list[str | None]:
+    """What a distribution says of its format: state and library; or the error, as text."""
+    from loadkit.availability import ask
+    from loadkit.errors import PluginError
+
+    try:
+        return list(ask(row))
+    except PluginError as error:
+        cause = error.__cause__
+        return f"{type(cause).__name__}: {cause}" if cause else error.message
 
 
 def _failure(row: Any) -> str | None:
