@@ -79,6 +79,12 @@ def run_ranks(
     """
     patience = patience or Patience()
     devices = _devices(device, len(world))
+    if lost := tables.bound_here():
+        log.warning(
+            "the ranks will not have %s: registered as a class that only this process has; "
+            'register "module:Class"',
+            ", ".join(lost),
+        )
     fill_standard_descriptors()
     store = _store()
     shared = {

@@ -20,7 +20,7 @@ from loadkit.finish import Finisher, check_ready, tell_loaded
 from loadkit.load_group import ALONE, LoadGroup, load_group
 from loadkit.load_plan import LoadPlan
 from loadkit.local_memory import reshard
-from loadkit.memory_errors import memory_errors
+from loadkit.memory_errors import memory_errors, memory_given_back
 from loadkit.meta_buffers import complete_buffers
 from loadkit.origin import origin_of, remember, remember_load
 from loadkit.plan import Planned, collector_paused, make_plan, plan_without_model
@@ -58,7 +58,11 @@ def run_line(job: Job, watch: Stopwatch | None = None, ranks: LoadGroup = ALONE)
     Raises:
         LoadkitError: typed; nothing half-written is handed out.
     """
-    watch = watch or Stopwatch()
+    with memory_given_back():
+        return _run_line(job, watch or Stopwatch(), ranks)
+
+
+def _run_line(job: Job, watch: Stopwatch, ranks: LoadGroup) -> LoadResult:
     plan: LoadPlan | None = None
     before = sys.exception()
     try:

@@ -6,7 +6,6 @@ class that is asked for is imported, and listing or testing for names imports no
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,7 @@ from loadkit.errors import (
 from loadkit.hf_config import HFConfig
 from loadkit.known_names import pip_line
 from loadkit.model_inspection import INSPECT_TIMEOUT, ModelInfo, inspect_class, inspect_path
-from loadkit.name_table import NameTable
+from loadkit.name_table import NameTable, RegistrationWarning
 from loadkit.plugin_guard import guarded, import_value
 from loadkit.tables import models
 from loadkit.text import printable
@@ -50,10 +49,6 @@ __all__ = [
 ]
 
 Adapter = Callable[[Any], Any]
-
-
-class RegistrationWarning(UserWarning):
-    """A registration that processes started later will not have."""
 
 
 class _ModelRegistry:
@@ -84,14 +79,6 @@ class _ModelRegistry:
             ConflictError: another class has the name; ``override`` wins.
         """
         self._table.register(model_arch, model_cls, override=override)
-        if getattr(model_cls, "__module__", None) == "__main__" and not isinstance(model_cls, str):
-            warnings.warn(
-                f"{model_arch!r} is registered as a class of __main__: processes started by spawn "
-                'will not have it; register "module:Class", or through an entry point of the '
-                "group loadkit.models",
-                RegistrationWarning,
-                stacklevel=2,
-            )
 
     def register_adapter(self, task: str, adapter: Adapter | str) -> None:
         """Serve ``<Family><task>`` by an adapted ``<Family>ForCausalLM`` where no class has it.

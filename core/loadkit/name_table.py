@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -36,10 +37,14 @@ from loadkit.plugin_guard import (
 )
 from loadkit.text import nearest, printable
 
-__all__ = ["Entry", "NameTable"]
+__all__ = ["Entry", "NameTable", "RegistrationWarning"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+\-]{0,127}")
 _PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+class RegistrationWarning(UserWarning):
+    """A registration that processes started from here will not have."""
 
 
 class NameTable:
@@ -73,6 +78,14 @@ class NameTable:
                 A hook plugin goes on: the name becomes an error for who asks for it.
         """
         self._check_registration(name, value)
+        if not isinstance(value, str) and getattr(value, "__module__", None) == "__main__":
+            warnings.warn(
+                f"{name!r} is registered as a class of __main__: processes started by spawn "
+                'will not have it; register "module:Class", or through an entry point of the '
+                f"group {self.group}",
+                RegistrationWarning,
+                stacklevel=3,  # this method is called by a decorator, or by the model registry
+            )
         plugin = current_origin()
         new = Local(value, override, plugin)
         with self._lock:
@@ -186,11 +199,12 @@ class NameTable:
     def exportable(self) -> dict[str, str]:
         """This process's registrations that another process can repeat: name -> module:Class."""
         found = {name: local.path for name, local in self._local.items()}
-        return {
-            name: path
-            for name, path in found.items()
-            if _PATH.fullmatch(path) and not path.startswith("__main__:") and "<" not in path
-        }
+        return {name: path for name, path in found.items() if _travels(path)}
+
+    def bound_here(self) -> list[str]:
+        """Names that this process registered and no other process can be given."""
+        found = [name for name, local in self._local.items() if not _travels(local.path)]
+        return sorted(found)
 
     def forget_contests(self) -> None:
         """Forget which names hook plugins fought over."""
@@ -302,3 +316,8 @@ class NameTable:
         if problem:
             raise PluginError(f"{row.name!r} of {row.origin} cannot be used: it is {problem}")
         return value
+
+
+def _travels(path: str) -> bool:
+    """Whether another process can import what ``module:Class`` names."""
+    return bool(_PATH.fullmatch(path)) and not path.startswith("__main__:") and "<" not in path

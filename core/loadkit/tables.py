@@ -15,6 +15,7 @@ __all__ = [
     "TABLES",
     "Entry",
     "NameTable",
+    "bound_here",
     "export_registrations",
     "import_registrations",
     "loaders",
@@ -99,6 +100,11 @@ def register_reader(name: str, *, override: bool = False) -> Callable[[Value], V
 def export_registrations() -> dict[str, dict[str, str]]:
     """This process's registrations, for a process it starts: table -> name -> module:Class."""
     return {kind: found for kind, table in TABLES.items() if (found := table.exportable())}
+
+
+def bound_here() -> list[str]:
+    """Registrations of this process that none it starts can have, each with its table's noun."""
+    return [f"{table.noun} {name!r}" for table in TABLES.values() for name in table.bound_here()]
 
 
 def import_registrations(exported: Mapping[str, Mapping[str, str]]) -> None:

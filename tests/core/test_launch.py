@@ -79,7 +79,7 @@ def launch() -> Iterator[Launch]:
     assert not [pid for pid in made.pids.values() if psutil.pid_exists(pid)]
 
 
-def test_ranks_compute_together_and_know_what_they_were_told(launch: Launch) -> None:
+def test_REG_02_ranks_compute_together_and_know_what_they_were_told(launch: Launch) -> None:
     ModelRegistry.register_model("RankToyForCausalLM", "loadkit_models.llama:LlamaForCausalLM")
     try:
         found = launch.run("job", extra={"a": [1]})
@@ -88,7 +88,7 @@ def test_ranks_compute_together_and_know_what_they_were_told(launch: Launch) -> 
     assert [each["rank"] for each in found] == [0, 1]
     assert [each["sum"] for each in found] == [3.0, 3.0]
     assert [each["extra"] for each in found] == [{"a": [1]}] * 2
-    assert all(each["registered"] for each in found)  # REG-02
+    assert all(each["registered"] for each in found)
     assert [each["environment"] for each in found] == [[], []]
     assert all(each["group"] == each["pid"] for each in found)
     assert launch.pids == {each["rank"]: each["pid"] for each in found}
@@ -122,6 +122,22 @@ def test_one_failed_rank_is_the_one_cause(
         assert "rank_jobs.py" in "".join(caught.value.__notes__)
     if how == "grandchild":
         assert is_gone(caught.value.detail["pid"])
+
+
+def test_REG_02_registrations_that_do_not_travel_are_told(
+    launch: Launch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Here(torch.nn.Module):
+        """A class that no other process can import."""
+
+    ModelRegistry.register_model("HereForCausalLM", Here)
+    try:
+        with pytest.raises(DistributedError):
+            launch.run("no_such_job", tp=1)
+    finally:
+        del models._local["HereForCausalLM"]
+    assert "will not have architecture 'HereForCausalLM'" in caplog.text
+    assert 'register "module:Class"' in caplog.text
 
 
 def test_a_function_that_is_not_there_is_told_by_its_rank(launch: Launch) -> None:

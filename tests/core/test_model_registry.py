@@ -15,7 +15,7 @@ from torch import nn
 
 import loadkit
 from helpers.plugin_world import World, plugin_world
-from loadkit import architecture_names, model_inspection
+from loadkit import architecture_names, model_inspection, tables
 from loadkit.errors import (
     ArchitectureError,
     ArchitectureImportError,
@@ -296,3 +296,19 @@ def test_REG_02_a_class_of_main_warns(world: World) -> None:
         ModelRegistry.register_model("MainForCausalLM", cls)
     assert models.names().count("MainForCausalLM") == 1
     assert ModelRegistry.export_registrations() == {}
+    assert tables.bound_here() == ["architecture 'MainForCausalLM'"]
+
+
+def test_REG_02_a_class_of_main_warns_in_every_table(world: World) -> None:
+    from loadkit.readers.pread import PreadReader
+
+    cls = type("MainReader", (PreadReader,), {"__module__": "__main__"})
+    with pytest.warns(
+        RegistrationWarning, match=r"'mine'.*__main__.*group loadkit\.readers"
+    ) as told:
+        tables.register_reader("mine")(cls)
+    assert told[0].filename == __file__
+    tables.readers.register("theirs", "loadkit.readers.pread:PreadReader")
+    assert tables.export_registrations() == {
+        "readers": {"theirs": "loadkit.readers.pread:PreadReader"}
+    }
