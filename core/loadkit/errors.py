@@ -31,6 +31,9 @@ LoadkitError
     ├── ReadError              E_IO          carries .errno
     ├── WriteError             E_IO          carries .errno; what was there before is still there
     ├── DeviceError            E_DEVICE      an accelerator refused a copy, not for want of memory
+    ├── DownloadError          E_DOWNLOAD E_TIMEOUT E_AUTH E_OFFLINE   a server, or the way to it;
+    │                                        the code says what: it answered wrong or not at all, not
+    │                                        in time, it refuses the credentials, it is not reached
     ├── TruncatedError         E_TRUNCATED   the file ended before the tensor did
     └── ChangedError           E_CHANGED     the file changed while it was in use
 """
@@ -49,6 +52,7 @@ __all__ = [
     "CoverageError",
     "DeviceError",
     "DistributedError",
+    "DownloadError",
     "FormatError",
     "IndexFileError",
     "IntegrityError",
@@ -320,6 +324,15 @@ class DeviceError(ReadFailure):
     """An accelerator failed at a copy, an allocation or a computation, and is not out of memory."""
 
     code = "E_DEVICE"
+
+
+class DownloadError(ReadFailure):
+    """A server answered wrong, late, not at all, or refuses the credentials; the code says which.
+
+    Its text never holds a secret: addresses are shown without passwords and signatures.
+    """
+
+    code = "E_DOWNLOAD"
 
 
 class TruncatedError(ReadFailure):
