@@ -81,7 +81,9 @@ def begun(source: Path, target: Path, at: int = 4, **options: Any) -> Path:
 # -- faults of the disk --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("to", ["safetensors", "sharded_state"])
+@pytest.mark.parametrize(
+    "to", ["safetensors", pytest.param("sharded_state", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     ("call", "number"),
     [
@@ -208,7 +210,11 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.parametrize(
     ("call", "number", "path"),
     [
-        pytest.param("write", errno.EDQUOT, "model.safetensors", id="13-write-EDQUOT"),
+        pytest.param(
+            *("write", errno.EDQUOT, "model.safetensors"),
+            id="13-write-EDQUOT",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             *("fsync", errno.EIO, "model.safetensors"), id="14-fsync-EIO", marks=pytest.mark.slow
         ),
