@@ -100,6 +100,8 @@ def loading(toy: Path, folder: Path, load_config: dict[str, Any], tp: int = 1, r
         "load_config": LoadConfig(use_tqdm_on_load=False, **load_config),
         "parallel": ParallelConfig(tp_size=tp, tp_rank=rank),
     }
+    if load_config.get("distribute"):
+        options["process_group"] = torch.distributed.group.WORLD
     loadkit.load(str(toy), **options)
     kept: list[Any] = []
 

@@ -96,6 +96,7 @@ def moe_race(small: bool) -> Benchmark:
         [Variant(**row) for row in moe.variants(folder)],
         base="transformers",
         files=weights(folder),
+        most=2 if small else None,
         claims=[
             Claim("touched: transformers / loadkit",
                   lambda r: ratio(r, "transformers", "loadkit"), least=4),
@@ -113,6 +114,7 @@ def tp_race(small: bool) -> Benchmark:
         [Variant(**row) for row in ranks.variants(folder, 2)],
         base="the vLLM way",
         files=weights(folder),
+        most=1 if small else None,
         columns=("rank_returned_s", "rank_touched_s", "rank_cpu_s", "rank_anon_mib", "rank_gib"),
         end="rank_touched_s",
         about="Figures are those of the slowest and of the largest rank.",
@@ -135,7 +137,7 @@ def tp4_race(small: bool) -> Benchmark:
         files=weights(folder),
         columns=("rank_returned_s", "rank_touched_s", "rank_cpu_s", "rank_anon_mib", "rank_gib"),
         end="rank_touched_s",
-        most=3,
+        most=1 if small else 3,
         about="Figures are those of the slowest and of the largest rank.",
         claims=[
             Claim("a rank's anonymous memory / (its shard + 5 % + 64 MiB)",
@@ -157,6 +159,7 @@ def tp_cold(small: bool) -> Benchmark:
         [Variant(**row) for row in ranks.variants(folder, 2)],
         base="the vLLM way",
         files=weights(folder),
+        most=1 if small else None,
         cold=True,
         columns=("rank_touched_s", "rank_cpu_s", "rank_anon_mib", "disk_gib_all", "read_gib_all"),
         end="rank_touched_s",
@@ -178,6 +181,7 @@ def cold(small: bool) -> Benchmark:
         [Variant(**row) for row in dense.variants(folder, False, None)],
         base=FLOOR,
         files=weights(folder),
+        most=1 if small else None,
         cold=True,
         claims=[
             Claim("unfused, touched: speed / raw sequential read",

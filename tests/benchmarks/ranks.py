@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,43 +20,74 @@ Go = Callable[[], Any]
 HERE = Path(__file__).resolve().parent
 
 
+class Rank:
+    """One rank's process."""
+
+    def __init__(self, spec: dict[str, Any], notes: Path) -> None:
+        self.notes = notes / f"rank-{spec['rank']}"  # what it says on stderr
+        with self.notes.open("w") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, str(HERE / "rank_child.py"), json.dumps(spec)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+            )
+
+    def say(self) -> None:
+        """Let it go on."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write("go\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise self.failure() from None
+
+    def line(self, wanted: str) -> str:
+        """The next line that begins so; what libraries print is passed over."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(wanted):
+                return line
+        raise self.failure()
+
+    def failure(self) -> RuntimeError:
+        """How it ended."""
+        said = (self.notes.read_text().strip().splitlines() or ["no word"])[-1]
+        return RuntimeError(f"{self.notes.name} ended with {self.process.wait(60)}: {said}")
+
+
 def group(call: str, tp: int, with_store: bool = False, **args: Any) -> Go:
     """``tp`` ranks of ``call``, prepared before, started at the same moment.
 
     Figures: of the slowest and the largest rank, and bytes from storage of all ranks together.
     """
-    meeting = Path(tempfile.mkdtemp()) / "store"
-    children = []
-    for rank in range(tp):
-        spec = {"call": call, "args": {**args, "tp": tp}, "rank": rank, "world": tp}
-        if with_store:
-            spec["store"] = str(meeting)
-        children.append(
-            subprocess.Popen(
-                [sys.executable, str(HERE / "rank_child.py"), json.dumps(spec)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        )
-    for child in children:
-        _line(child, "ready")
+    notes = Path(tempfile.mkdtemp())
+    store = str(notes / "store") if with_store else None
+    spec = {"call": call, "args": {**args, "tp": tp}, "world": tp, "store": store}
+    ranks = [Rank({**spec, "rank": rank}, notes) for rank in range(tp)]
+    try:
+        for rank in ranks:
+            rank.line("ready")
+    except BaseException:
+        _end(ranks, notes)
+        raise
 
     def go() -> dict[str, Any]:
-        for child in children:
-            _say(child)
-        figures = [json.loads(_line(child)) for child in children]
-        for child in children:
-            _say(child)
-        for child in children:
-            child.wait(60)
+        try:
+            for rank in ranks:
+                rank.say()
+            figures = [json.loads(rank.line("{")) for rank in ranks]
+            for rank in ranks:
+                rank.say()
+        finally:
+            _end(ranks, notes)
         return {
             "rank_returned_s": max(each["returned_s"] for each in figures),
             "rank_touched_s": max(each["touched_s"] for each in figures),
             "rank_cpu_s": max(each["cpu_s"] for each in figures),
             "rank_anon_mib": max(each["anon_mib"] for each in figures),
             "rank_gib": max(each["gib"] for each in figures),
-            "over_shard_mib": max(each["anon_mib"] - 1024 * each["gib"] for each in figures),
             "disk_gib_all": sum(each["disk_gib"] for each in figures),
             "read_gib_all": sum(each["read_gib"] for each in figures),
         }
@@ -63,19 +95,14 @@ def group(call: str, tp: int, with_store: bool = False, **args: Any) -> Go:
     return go
 
 
-def _say(child: subprocess.Popen[str]) -> None:
-    assert child.stdin is not None
-    child.stdin.write("go\n")
-    child.stdin.flush()
-
-
-def _line(child: subprocess.Popen[str], wanted: str = "") -> str:
-    """What a rank says next; lines that libraries print are passed over."""
-    assert child.stdout is not None
-    for line in child.stdout:
-        if line.startswith(wanted or "{"):
-            return line
-    raise RuntimeError(f"a rank ended with {child.wait()}")
+def _end(ranks: list[Rank], notes: Path) -> None:
+    for rank in ranks:
+        try:
+            rank.process.wait(5)
+        except subprocess.TimeoutExpired:
+            rank.process.kill()
+            rank.process.wait()
+    shutil.rmtree(notes, ignore_errors=True)
 
 
 def variants(folder: Path, tp: int) -> list[dict[str, Any]]:

@@ -136,7 +136,7 @@ def machine() -> Figures:
         "cpus": len(affinity(0)) if affinity is not None else os.cpu_count(),
         "memory_gib": round(memory / 2**30, 1),
         "system": platform.system(),
-        "kernel": platform.release(),
+        "kernel": ".".join(platform.release().split(".")[:2]),
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),
     }
