@@ -1,0 +1,382 @@
+"""HTTP as sources need it: reads only, redirects watched, secrets kept to their own host."""
+
+from __future__ import annotations
+
+import http.client
+import ipaddress
+import socket
+import ssl
+import threading
+from base64 import b64encode
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from urllib.parse import SplitResult, unquote, urljoin, urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from loadkit.errors import DownloadError
+from loadkit.sources.patience import RETRIED, Patience, retry_after
+from loadkit.sources.shown import shown_source
+from loadkit.text import printable
+
+__all__ = ["HttpClient", "Response", "origin_of"]
+
+MAX_REDIRECTS = 8
+UNREACHED = 3  # attempts at a server that does not take the connection
+IDLE = 16  # connections kept open for later requests
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_PORTS = {"http": 80, "https": 443}
+Origin = tuple[str, str, int]
+
+
+def origin_of(url: str) -> Origin:
+    """Scheme, host and port of an address.
+
+    Raises:
+        DownloadError: it is no http(s) address.
+    """
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        parts, port = SplitResult("", "", "", "", ""), None
+    if parts.scheme not in _PORTS or not parts.hostname or not url.isascii() or not _plain(url):
+        raise DownloadError(
+            f"{printable(shown_source(url))} is no http or https address",
+            hint="a server sent it: do not use that server",
+        )
+    return parts.scheme, parts.hostname.lower(), port or _PORTS[parts.scheme]
+
+
+def _plain(url: str) -> bool:
+    return not any(ord(char) <= 0x20 or ord(char) == 0x7F for char in url)
+
+
+@dataclass(eq=False)
+class Response:
+    """An answer whose body is still to be read.
+
+    Attributes:
+        url: where it came from, after redirects.
+        headers: names in lower case.
+        hops: the headers of the redirects before it, first ones first.
+    """
+
+    status: int
+    url: str
+    headers: dict[str, str]
+    hops: list[dict[str, str]]
+    body: http.client.HTTPResponse
+    connection: http.client.HTTPConnection
+    client: HttpClient
+    left: int | None = None  # bytes of the body that did not come yet; None: not known
+    done: bool = field(default=False)
+
+    def read(self, most: int, patience: Patience) -> bytes:
+        """Some bytes of the body, as they come; none at its end.
+
+        Raises:
+            OSError, HTTPException: the connection failed.
+            DownloadError: E_TIMEOUT.
+        """
+        if self.connection.sock is not None:
+            self.connection.sock.settimeout(patience.timeout())
+        data = self.body.read1(most)
+        self.client.count(len(data))
+        patience.arrived(len(data))
+        if self.left is not None:
+            self.left -= len(data)
+        self.done = self.body.isclosed() or self.left == 0
+        return data
+
+    def text(self, limit: int, patience: Patience) -> bytes:
+        """The whole body.
+
+        Raises:
+            DownloadError: it is longer than ``limit`` bytes, or shorter than was announced.
+        """
+        parts, size = [], 0
+        while data := self.read(min(1 << 16, limit + 1 - size), patience):
+            parts.append(data)
+            size += len(data)
+            if size > limit:
+                self.close()
+                told = f"{printable(shown_source(self.url))} sends more than {limit} bytes"
+                raise DownloadError(told, detail={"limit": limit})
+        if self.left:
+            raise http.client.IncompleteRead(b"", self.left)
+        self.close()
+        return b"".join(parts)
+
+    def close(self) -> None:
+        """Give the connection back, or close it where bytes are left in it."""
+        reusable = self.done and not self.body.will_close
+        self.body.close()
+        self.client.give_back(self, reusable)
+
+
+class HttpClient:
+    """Sends requests and follows redirects; keeps connections. Used from any thread.
+
+    Args:
+        headers: of every request.
+        credentials: headers by origin; they are sent to that origin and to no other.
+    """
+
+    def __init__(
+        self,
+        headers: Mapping[str, str] | None = None,
+        credentials: Mapping[Origin, Mapping[str, str]] | None = None,
+    ) -> None:
+        self.headers = {"Accept-Encoding": "identity", "User-Agent": "loadkit", **(headers or {})}
+        self.credentials = dict(credentials or {})
+        self.bytes_fetched = 0
+        self._lock = threading.Lock()
+        self._idle: list[tuple[Origin, http.client.HTTPConnection]] = []
+        self._closed = False
+        self._tls: ssl.SSLContext | None = None
+
+    def count(self, nbytes: int) -> None:
+        """Bytes of bodies that came."""
+        with self._lock:
+            self.bytes_fetched += nbytes
+
+    def get(
+        self,
+        url: str,
+        patience: Patience,
+        headers: Mapping[str, str] | None = None,
+        *,
+        method: str = "GET",
+    ) -> Response:
+        """The final answer to a request; what may pass is tried again.
+
+        Statuses that will not pass are the caller's to judge.
+
+        Raises:
+            DownloadError: the server is not reached (``detail["unreached"]``), its redirects are
+                refused, or it does not answer in time (E_TIMEOUT).
+        """
+        while True:
+            try:
+                response = self._follow(method, url, patience, headers or {})
+            except (OSError, http.client.HTTPException) as error:
+                if self._unreached(error) and patience.attempts + 1 >= UNREACHED:
+                    raise unreached(url, error) from error
+                patience.pause(reason(error))
+                continue
+            if response.status not in RETRIED:
+                return response
+            asked = retry_after(response.headers.get("retry-after"))
+            response.close()
+            patience.pause(f"the server answered {response.status}", asked)
+
+    @staticmethod
+    def _unreached(error: BaseException) -> bool:
+        return isinstance(error, (ConnectionRefusedError, socket.gaierror, ssl.SSLError)) or (
+            isinstance(error, OSError) and error.errno in (101, 113)  # no route
+        )
+
+    def _follow(
+        self, method: str, url: str, patience: Patience, headers: Mapping[str, str]
+    ) -> Response:
+        hops: list[dict[str, str]] = []
+        first = origin_of(url)
+        for _ in range(MAX_REDIRECTS):
+            response = self._send(method, url, patience, headers, first if hops else None)
+            response.hops = hops
+            target = response.headers.get("location")
+            if response.status not in _REDIRECTS or target is None:
+                return response
+            response.close()
+            hops = [*hops, response.headers]
+            url = _redirected(url, target)
+        raise DownloadError(
+            f"{printable(shown_source(url))}: more than {MAX_REDIRECTS} redirects",
+            hint="the server is at fault",
+        )
+
+    def _send(
+        self,
+        method: str,
+        url: str,
+        patience: Patience,
+        headers: Mapping[str, str],
+        redirected_from: Origin | None,
+    ) -> Response:
+        """One request on one connection; a kept one that was closed meanwhile is replaced."""
+        origin = origin_of(url)
+        parts = urlsplit(url)
+        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        proxy = _proxy(origin)
+        if proxy is not None and origin[0] == "http":
+            path = f"http://{parts.netloc.rpartition('@')[2]}{path}"
+        sent = {**self.headers, **self.credentials.get(origin, {}), **headers}
+        if proxy is not None and origin[0] == "http":
+            sent |= _basic(proxy, "Proxy-Authorization")
+        for connection in (self._kept(origin), None):
+            fresh = connection is None
+            connection = connection or self._connect(origin, proxy)
+            try:
+                connection.timeout = patience.timeout()
+                if connection.sock is None:
+                    connection.connect()
+                connection.sock.settimeout(patience.timeout())
+                if redirected_from is not None and proxy is None:
+                    _check_peer(connection, url, redirected_from)
+                connection.request(method, path, headers=sent)
+                body = connection.getresponse()
+            except TimeoutError:
+                connection.close()
+                raise
+            except (OSError, http.client.HTTPException):
+                connection.close()
+                if fresh:
+                    raise
+                continue
+            except BaseException:
+                connection.close()
+                raise
+            return self._response(method, url, connection, body)
+        raise AssertionError  # the second turn returns or raises
+
+    def _response(
+        self,
+        method: str,
+        url: str,
+        connection: http.client.HTTPConnection,
+        body: http.client.HTTPResponse,
+    ) -> Response:
+        found: dict[str, str] = {}
+        for name, value in body.getheaders():
+            found.setdefault(name.lower(), value)
+        response = Response(body.status, url, found, [], body, connection, self, body.length)
+        response.done = body.isclosed() or method == "HEAD" or body.length == 0
+        encoding = found.get("content-encoding", "identity").strip().lower()
+        if encoding not in ("", "identity"):
+            response.close()
+            raise DownloadError(
+                f"{printable(shown_source(url))} sends its body as {printable(encoding, 40)!r}, "
+                "which was not asked for",
+                hint="the server, or a proxy before it, is at fault",
+            )
+        return response
+
+    def _kept(self, origin: Origin) -> http.client.HTTPConnection | None:
+        with self._lock:
+            for index, (kept, connection) in enumerate(self._idle):
+                if kept == origin:
+                    del self._idle[index]
+                    return connection
+        return None
+
+    def _connect(self, origin: Origin, proxy: SplitResult | None) -> http.client.HTTPConnection:
+        scheme, host, port = origin
+        at = (host, port) if proxy is None else (proxy.hostname or "", proxy.port or 8080)
+        if scheme == "http":
+            return http.client.HTTPConnection(*at)
+        if self._tls is None:
+            self._tls = ssl.create_default_context()
+        connection = http.client.HTTPSConnection(*at, context=self._tls)
+        if proxy is not None:
+            connection.set_tunnel(host, port, headers=_basic(proxy, "Proxy-Authorization"))
+        return connection
+
+    def give_back(self, response: Response, reusable: bool) -> None:
+        """Keep a response's connection for a later request, or close it."""
+        with self._lock:
+            if reusable and not self._closed and len(self._idle) < IDLE:
+                self._idle.append((origin_of(response.url), response.connection))
+                return
+        response.connection.close()
+
+    def close(self) -> None:
+        """Close the connections that are kept; may be called twice."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for _, connection in idle:
+            connection.close()
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong with a connection, in words without addresses."""
+    if isinstance(error, TimeoutError):
+        return "the connection went silent"
+    if isinstance(error, http.client.HTTPException):
+        return f"the answer broke off or is no HTTP ({type(error).__name__})"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return type(error).__name__
+
+
+def unreached(url: str, error: BaseException) -> DownloadError:
+    """The error of a server that takes no connection."""
+    scheme, host, port = origin_of(url)
+    return DownloadError(
+        f"{scheme}://{printable(host)}:{port} cannot be reached: {reason(error)}",
+        detail={"unreached": True, "host": host},
+        hint="see whether this machine is online, and proxies are set",
+    )
+
+
+def _redirected(url: str, target: str) -> str:
+    """Where a redirect leads, if that may be.
+
+    Raises:
+        DownloadError: another scheme, or from https to http.
+    """
+    found = urljoin(url, target)
+    scheme, host, _ = origin_of(found)
+    if scheme == "http" and urlsplit(url).scheme == "https":
+        raise DownloadError(
+            f"a redirect leads from https to http, to {printable(host)}",
+            hint="the server, or somebody before it, is at fault",
+        )
+    return found.partition("#")[0]
+
+
+def _check_peer(connection: http.client.HTTPConnection, url: str, first: Origin) -> None:
+    """A redirect may not lead into a network that the caller's own address is not in.
+
+    Raises:
+        DownloadError: it leads to this machine, a private or a link-local address.
+    """
+    peer = ipaddress.ip_address(connection.sock.getpeername()[0].partition("%")[0])
+    if peer.is_global or origin_of(url)[1] == first[1]:
+        return
+    try:
+        known = {ipaddress.ip_address(found[4][0]) for found in socket.getaddrinfo(*first[1:])}
+    except (OSError, ValueError):
+        known = set()
+    if not peer.is_link_local and any(_alike(peer, address) for address in known):
+        return
+    raise DownloadError(
+        f"a redirect leads to {printable(peer)}, an address inside a network",
+        detail={"address": str(peer)},
+        hint="the server is at fault: do not use it",
+    )
+
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def _alike(peer: Address, other: Address) -> bool:
+    if peer.is_loopback or other.is_loopback:
+        return peer.is_loopback and other.is_loopback
+    return peer.is_private and other.is_private
+
+
+def _proxy(origin: Origin) -> SplitResult | None:
+    """The proxy that the environment names for an origin."""
+    scheme, host, _ = origin
+    found = getproxies().get(scheme)
+    if not found or proxy_bypass(host):
+        return None
+    return urlsplit(found if "://" in found else f"http://{found}")
+
+
+def _basic(proxy: SplitResult, header: str) -> dict[str, str]:
+    if not proxy.username:
+        return {}
+    pair = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}"
+    return {header: f"Basic {b64encode(pair.encode()).decode()}"}
