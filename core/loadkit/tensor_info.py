@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from loadkit.sources.base import File
 
-__all__ = ["DTYPES", "TensorInfo", "torch_dtype"]
+__all__ = ["DTYPES", "TensorInfo", "bits_of", "torch_dtype"]
 
 # safetensors name -> (bits per element, torch attribute)
 DTYPES: dict[str, tuple[int, str]] = {
@@ -38,13 +38,15 @@ DTYPES: dict[str, tuple[int, str]] = {
     "F64": (64, "float64"),
     "C64": (64, "complex64"),
 }
+# What other formats hold and safetensors has no name for: read, never written.
+_UNNAMED: dict[str, tuple[int, str]] = {"C128": (128, "complex128")}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """Where a tensor lies: ``shape`` in elements, ``offset`` and ``nbytes`` in bytes of ``file``.
 
-    ``dtype`` is a name of ``DTYPES``; elements are row-major and contiguous.
+    ``dtype`` is a name of ``DTYPES``, or "C128"; elements are row-major and contiguous.
     """
 
     name: str
@@ -55,19 +57,25 @@ class TensorInfo:
     dtype: str
 
 
+def bits_of(name: str) -> int:
+    """Bits of one element of a dtype, by its name."""
+    return (DTYPES.get(name) or _UNNAMED[name])[0]
+
+
 @cache
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a ``DTYPES`` name.
+    """The torch dtype of a ``DTYPES`` name, or of "C128".
 
     Raises:
         FormatError: E_DTYPE, the installed torch has no such dtype.
     """
     import torch
 
-    found = getattr(torch, DTYPES[name][1], None)
+    attribute = (DTYPES.get(name) or _UNNAMED[name])[1]
+    found = getattr(torch, attribute, None)
     if not isinstance(found, torch.dtype):
         raise FormatError(
-            f"dtype {name} needs a torch that has torch.{DTYPES[name][1]}; "
+            f"dtype {name} needs a torch that has torch.{attribute}; "
             f"this is {torch.__version__}",
             code="E_DTYPE",
         )
