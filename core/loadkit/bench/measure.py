@@ -69,7 +69,10 @@ def measure(
         figures["gib"] = sum(t.nbytes for t in tensors) / GIB
         if with_checksum:
             figures["checksum"] = _checksum(tensors)
-    return figures | own | (result if isinstance(result, dict) else {})
+    figures |= own
+    if isinstance(result, dict):
+        figures |= result
+    return figures
 
 
 def _memory() -> tuple[int, int]:
