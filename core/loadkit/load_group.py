@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ALONE", "LoadGroup", "load_group"]
 
-_AXES = ("dp", "pp", "tp", "ep")
+_ENDING = 0.5  # seconds from the end of a process's connections to its own
 
 
 class LoadGroup:
@@ -77,7 +77,7 @@ class LoadGroup:
     def _own(self, error: BaseException) -> Failure | None:
         """What this rank has to tell about an error; None where it only heard of it."""
         if isinstance(error, PeerLost):
-            pid = None if self.board is None else self.board.pids.get(error.peer)
+            pid = None if self.board is None else self.board.pid_of(error.peer, _ENDING)
             return broke_off(error.peer, error.message, pid)
         return None if isinstance(error, RankFailed) else describe(error, self.rank)
 

@@ -155,6 +155,19 @@ class Board:
                 return DistributedError("another rank has failed and did not say how")
             time.sleep(0.05)
 
+    def pid_of(self, rank: int, patience: float) -> int | None:
+        """The process of a rank that may be ending, once it has; None if it is not of this machine.
+
+        It is waited for ``patience`` seconds, and not while a failure is known.
+        """
+        pid = self.pids.get(rank)
+        until = time.monotonic() + patience
+        while pid is not None and not self._failed.is_set() and time.monotonic() < until:
+            if state_of(pid) == "ended":
+                break
+            time.sleep(0.02)
+        return pid
+
     def close(self) -> None:
         """Leave. The thread ends, unless the store does not answer any more."""
         with suppress(DistributedError):

@@ -1,4 +1,4 @@
-"""Ranks that load together, in real processes looked after by nobody: they share, and fail as one."""
+"""Ranks that load together, in processes looked after by nobody: they share, and fail as one."""
 
 from __future__ import annotations
 
@@ -406,7 +406,7 @@ def test_a_rank_that_takes_the_store_along_is_noticed(
 def test_a_rank_that_does_not_come_is_named(sources: dict[str, Path]) -> None:
     started = PlainRanks(WORLD)
     try:
-        started.start()
+        started.run(LOAD, source=sources["llama"], sizes=TP4, load_config=EACH)
         os.kill(started.pids[3], signal.SIGSTOP)
         config = LoadConfig(rank_timeout=PATIENCE)
         found = started.run(LOAD, gone=[3], source=sources["llama"], sizes=TP4, load_config=config)

@@ -1,4 +1,4 @@
-"""Shares of several ranks: every byte that anybody needs once, evenly, and found by who needs it."""
+"""Shares of several ranks: each byte that anybody needs once, evenly, and found by who needs it."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class PlainRanks:
                 rank = waiting.pop(pipe)
                 try:
                     good, found[rank] = pipe.recv()
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     good, found[rank] = False, "it is gone"
                 if not good:
                     self.close()

@@ -127,6 +127,7 @@ class _Helper(threading.Thread):
             if crew is not None:
                 crew.work()
         finally:
+            crew = None  # the traceback of an error keeps this frame, as the caller of its first
             self.ended.set()
 
 
