@@ -23,7 +23,7 @@ from loadkit.sharded_name import ShardedName
 from loadkit.text import printable
 from loadkit.tracing import report_misfit
 from loadkit.tracing.lazy_tensor import LazyTensor, Offered
-from loadkit.tracing.recorder import offers_of
+from loadkit.tracing.observed import offers_of
 from loadkit.tracing.regions import runs_quietly
 from loadkit.weight_errors import (
     Unplaced,

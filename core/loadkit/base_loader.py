@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from loadkit.errors import UnknownNameError
 from loadkit.name_hints import strip_wrappers
 from loadkit.options import OptionSpec, validate_extra_config
-from loadkit.tracing.recorder import active_recorder, observed
+from loadkit.tracing.observed import observed
+from loadkit.tracing.recorder import active_recorder
 
 if TYPE_CHECKING:
     import torch

@@ -27,6 +27,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from loadkit.errors import ModelError, WeightLoadError
+from loadkit.known_ways import KnownWays
 from loadkit.map_steps import Explanation, MappedName, Step
 from loadkit.name_rules import Hit, Kind, Parts, RegexTable, Table
 from loadkit.packed_modules import Packed
@@ -75,7 +76,7 @@ class WeightsMapper:
         self._substr = Table("substr", self.orig_to_new_substr)
         self._regex = RegexTable(self.orig_to_new_regex)
         self._stacked = Table("stacked", self.orig_to_new_stacked)
-        self._alike = _Alike(self)
+        self._ways = KnownWays(self)
 
     @property
     def tables(self) -> dict[Kind, Table]:
@@ -126,9 +127,9 @@ class WeightsMapper:
         taken: dict[MappedName, str] = {}
         for name, tensor in weights:
             steps: list[Step] = []
-            mapped = self._alike.find(name)
+            mapped = self._ways.find(name)
             if mapped is None and (mapped := self._run(name, steps)) is not None:
-                self._alike.learn(name, mapped)
+                self._ways.learn(name, mapped)
             new = ShardedName(name if mapped is None else mapped.name, like=name)
             if mapped is None:
                 reason = f"left out by the mapper's {steps[-1]}"
@@ -228,58 +229,6 @@ class WeightsMapper:
         new = ".".join(parts)
         steps.extend(Step(kind, h.rule.pattern, name, new, h.rule.shard_id) for h in hits)
         return new
-
-
-class _Alike:
-    """Names that differ in numbers alone (layers, experts) take one way: the first one's.
-
-    That holds where no rule looks at numbers: no regex, no renamed name, no numeric component.
-    """
-
-    MOST = 1 << 16  # ways that are remembered
-
-    def __init__(self, mapper: WeightsMapper) -> None:
-        looks = [
-            part
-            for table in mapper.tables.values()
-            for run, rule in table.runs.items()
-            for part in (*run, *(rule.target or ()))
-        ]
-        self.off = bool(mapper.orig_to_new_regex or mapper.orig_to_new_rename) or any(
-            part.isdigit() for part in looks
-        )
-        self.ways: dict[str, tuple[str, int, Any]] = {}
-
-    def find(self, name: str) -> MappedName | None:
-        """Where a name goes, if one like it went there before."""
-        if self.off:
-            return None
-        shape, numbers = _numbers_of(name)
-        way = self.ways.get(shape)
-        if way is None or way[1] != len(numbers):
-            return None
-        return MappedName(way[0].format(*numbers), way[2])
-
-    def learn(self, name: str, mapped: MappedName) -> None:
-        """Remember the way of all names like this one."""
-        if self.off or "{" in name or "}" in name or len(self.ways) >= self.MOST:
-            return
-        shape, numbers = _numbers_of(name)
-        parts = mapped.name.split(".")
-        if [part for part in parts if part.isdigit()] == numbers and "{" not in mapped.name:
-            way = ".".join("{}" if part.isdigit() else part for part in parts)
-            self.ways[shape] = way, len(numbers), mapped.shard_id
-
-
-def _numbers_of(name: str) -> tuple[str, list[str]]:
-    """A name with its numeric components left out, and those."""
-    numbers: list[str] = []
-    parts = name.split(".")
-    for at, part in enumerate(parts):
-        if part.isdigit():
-            numbers.append(part)
-            parts[at] = ""
-    return ".".join(parts), numbers
 
 
 _KINDS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -33,13 +33,16 @@ from loadkit.tracing.expressions import Call
 from loadkit.tracing.given import noted
 from loadkit.tracing.lazy_tensor import LazyTensor
 from loadkit.tracing.leaks import Held, adopt, held_tensors, leaked_names, settle, stale
+from loadkit.tracing.observed import observed, offers_of
 from loadkit.tracing.reading import read_now
-from loadkit.tracing.recorder import Recorder, observed, offers_of
+from loadkit.tracing.recorder import Recorder
 from loadkit.tracing.storage import FileLeaf
 from loadkit.turns import Turn
 
 if TYPE_CHECKING:
+    from loadkit.config import LoadConfig
     from loadkit.resolve import Job
+    from loadkit.sources.base import File
 
 __all__ = ["Planned", "collector_paused", "make_plan", "plan_without_model"]
 
@@ -308,7 +311,7 @@ def _assemble(
         reader_why=choice.why,
         parallel=job.config.parallel_config,
         problems=tuple(finder.problems),
-        notes=tuple(finder.notes),
+        notes=(*finder.notes, *_downloads(files, job.load_config)),
         rows=tuple(finder.rows),
         bytes_needed=costs.needed,
         bytes_to_read=costs.read,
@@ -319,9 +322,26 @@ def _assemble(
         files=tuple(file.name for file in files),
         skipped_files=tuple(job.loader.skipped_files.items()),
         requests=costs.requests,
+        bytes_fetched=job.source.bytes_fetched,
         targets=tuple(finder.targets),
     )
     return Planned(built.model, built.recorder, plan, reader, finder.initialised, finder.turns)
+
+
+def _downloads(files: Sequence[File], load_config: LoadConfig) -> list[Problem]:
+    """What a plan of remote files says of the load: that it fetches whole files first."""
+    remote = [file for file in files if not file.local]
+    if not remote or load_config.stream:
+        return []
+    size = sum(file.size for file in remote)
+    return [
+        Problem(
+            "DOWNLOAD",
+            f"a load fetches {len(remote)} whole file(s) first, {size:,} bytes, and then reads "
+            "them from the disk; this plan counts what ranges would take",
+            hint="stream=true reads those ranges and keeps no copy",
+        )
+    ]
 
 
 def plan_without_model(job: Job, error: ModelError) -> LoadPlan:
@@ -348,4 +368,5 @@ def plan_without_model(job: Job, error: ModelError) -> LoadPlan:
         data_read_bytes=0,
         files=(),
         skipped_files=tuple(job.loader.skipped_files.items()),
+        bytes_fetched=job.source.bytes_fetched,
     )

@@ -15,9 +15,11 @@ A storage, its writes and what they come to:
 How code is recorded:
 
 ``lazy_tensor``  the ``torch.Tensor`` that carries such a value through anybody's code
-``recorder``     one recording, from construction to the end of ``load_weights``; ``modes`` feed it
+``recorder``     one recording, from construction to the end of ``load_weights``; ``modes`` feed it,
+                 ``observed`` carries the weights, ``threads`` passes it on
 ``operations``   what a call means: ``view_calls``, ``writes``, ``index_calls``, ``lowered``,
                  ``deferred``, on the ground of ``schema`` and ``lazies``
+``regions``      the copy that most loaders end in, recorded without a detour
 ``reading``      numbers that are asked for while tracing
 ``leaks``        lazy tensors that loader code kept
 """

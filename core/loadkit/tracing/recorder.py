@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -25,12 +24,14 @@ from loadkit.tracing.lazies import contiguous_like, meta_like, to_meta
 from loadkit.tracing.lazy_tensor import LazyTensor, Offered, leaf_file
 from loadkit.tracing.misfit import set_sink
 from loadkit.tracing.modes import DispatchMode, FunctionMode
+from loadkit.tracing.observed import Observed
 from loadkit.tracing.reading import DataRead, fetch_from_files, settled, storage_of_plain
 from loadkit.tracing.schema import fill_of, map_all
 from loadkit.tracing.storage import Fill, Storage, Unwritten
+from loadkit.tracing.threads import new_threads_join
 from loadkit.tracing.writes import record
 
-__all__ = ["Misfit", "Recorder", "active_recorder", "observed", "offers_of"]
+__all__ = ["Misfit", "Recorder", "active_recorder"]
 
 Phase = Literal["init", "load"]
 
@@ -109,7 +110,7 @@ class Recorder:
         old_sink = set_sink(self._take_misfit)
         self._stack.callback(set_sink, old_sink)
         self._stack.enter_context(self.in_this_thread())
-        self._stack.enter_context(self._new_threads_join())
+        self._stack.enter_context(new_threads_join(self))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -153,42 +154,6 @@ class Recorder:
         finally:
             if recorded:
                 self._threads.add(me)
-
-    @contextmanager
-    def _new_threads_join(self) -> Iterator[None]:
-        original = threading.Thread.start
-        recorder = self
-
-        def start(thread: threading.Thread) -> None:
-            if recorder.covers_this_thread():
-                run = thread.run
-
-                def recorded_run() -> None:
-                    with recorder.in_this_thread():
-                        run()
-
-                thread.run = recorded_run  # type: ignore[method-assign]
-            original(thread)
-
-        plain_submit = ThreadPoolExecutor.submit
-
-        def submit(pool: ThreadPoolExecutor, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-            if not recorder.covers_this_thread():
-                return plain_submit(pool, fn, *args, **kwargs)
-
-            def recorded_task() -> Any:
-                with recorder.in_this_thread():
-                    return fn(*args, **kwargs)
-
-            return plain_submit(pool, recorded_task)
-
-        threading.Thread.start = start  # type: ignore[method-assign,assignment]
-        ThreadPoolExecutor.submit = submit  # type: ignore[method-assign,assignment]
-        try:
-            yield
-        finally:
-            threading.Thread.start = original  # type: ignore[method-assign]
-            ThreadPoolExecutor.submit = plain_submit  # type: ignore[method-assign]
 
     # ------------------------------------------------------------ what is recorded
 
@@ -284,15 +249,15 @@ class Recorder:
         real tensors are opaque constants. ``then`` renames and changes them after they were seen,
         so that they are known by the checkpoint's own names.
         """
-        if then is None and isinstance(weights, _Observed):
+        if then is None and isinstance(weights, Observed):
             return weights
-        if isinstance(weights, _Observed):
+        if isinstance(weights, Observed):
             source = weights.offers
         else:
             source = iter(weights)
             self._sources.append(source)
         observed = self._observe(source)
-        return _Observed(observed if then is None else then(observed))
+        return Observed(observed if then is None else then(observed))
 
     def _pulled(self, source: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         """The weights; a loader that makes real data does its own work unrecorded."""
@@ -393,31 +358,6 @@ class Recorder:
             self._storages[storage.keep._cdata] = storage
             return meta
         return LazyTensor(storage, view, meta.dtype)
-
-
-class _Observed(Iterator[tuple[str, torch.Tensor]]):
-    """Weights on their way through ``Recorder.observe``. ``offers``: they, as they were offered."""
-
-    def __init__(self, offers: Iterator[tuple[str, torch.Tensor | Offered]]) -> None:
-        self.offers = offers
-
-    def __next__(self) -> tuple[str, torch.Tensor]:
-        name, tensor = next(self.offers)
-        return name, tensor.tensor() if isinstance(tensor, Offered) else tensor
-
-
-def observed(
-    weights: Iterable[tuple[str, torch.Tensor | Offered]],
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights, as tensors for whoever takes them; a recorder takes them as observed already."""
-    return _Observed(iter(weights))
-
-
-def offers_of(
-    weights: Iterable[tuple[str, torch.Tensor]],
-) -> Iterable[tuple[str, torch.Tensor | Offered]]:
-    """The weights as they were offered, for code that looks at names before it takes tensors."""
-    return weights.offers if isinstance(weights, _Observed) else weights
 
 
 def _deactivate() -> None:
