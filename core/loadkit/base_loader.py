@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from loadkit.errors import UnknownNameError
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from loadkit.tracing.given import Given
     from loadkit.tracing.lazy_tensor import Offered
 
-__all__ = ["BaseModelLoader", "get_model", "get_model_loader"]
+__all__ = ["BaseModelLoader", "Checksum", "get_model", "get_model_loader"]
+
+Checksum = tuple[int, int, "str | None"]
+"""First byte, the byte after the last, and their CRC-32 in hex (None: it was not computed)."""
 
 
 class BaseModelLoader(ABC):
@@ -97,6 +100,12 @@ class BaseModelLoader(ABC):
         from loadkit.quantization import get_quant_config
 
         return get_quant_config(model_config, self.load_config, source=self.source)
+
+    def checksums(self, name: str) -> Sequence[Checksum]:
+        """What a weight file keeps of its own bytes, in order; compared by ``verify="digest"``
+        where nobody else says what the file should hold.
+        """
+        return ()
 
     @abstractmethod
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:

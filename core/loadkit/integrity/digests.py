@@ -1,4 +1,6 @@
-"""What a file should hold: SHA-256 digests of units of it, and the answer when one differs.
+"""What a file should hold: digests of units of it, and the answer when one differs.
+
+Digests are SHA-256; where nobody has one, what a format keeps itself counts: a zip's CRC-32.
 
 A unit is a range of bytes that has one digest: a block, a tensor, or the whole file. It is the
 least that has to be read to verify any byte of it.
@@ -21,6 +23,8 @@ __all__ = ["BLOCK", "FileDigests", "NamesIn", "blocks_of", "mismatch"]
 
 BLOCK = 4 << 20  # bytes of a block, and of what is hashed at once
 
+_KINDS = {"sha256": ("E_DIGEST", "SHA-256"), "crc32": ("E_CRC", "CRC-32")}
+
 NamesIn = Callable[["File", int, int], list[str]]
 """Names of the tensors that have bytes in a range of a file."""
 
@@ -34,9 +38,10 @@ class FileDigests:
         origin: who says so, as a phrase: "the manifest".
         advice: what to do when one differs.
         starts, ends: the units' first bytes and the bytes after their last.
-        digests: SHA-256 in hex; None: not known, it is recorded.
+        digests: in hex; None: not known, it is recorded.
         whole: the file's SHA-256, if somebody who can be trusted with it gave it.
         records: whether digests of blocks are kept for later loads.
+        algorithm: of ``digests``: "sha256" or "crc32".
         found: block number -> digest, as computed by this load.
     """
 
@@ -48,6 +53,7 @@ class FileDigests:
     digests: list[str | None]
     whole: str | None = None
     records: bool = False
+    algorithm: str = "sha256"
     found: dict[int, str] = field(default_factory=dict)
 
     def touching(self, start: int, end: int) -> range:
@@ -75,10 +81,12 @@ def mismatch(digests: FileDigests, number: int, found: str, names: NamesIn) -> I
     shown = ", ".join(map(show, tensors[:3]))
     if len(tensors) > 3:
         shown += f" and {len(tensors) - 3} more"
+    code, kind = _KINDS[digests.algorithm]
     inside = f"; in them lie {shown}" if tensors else "; no tensor lies there"
     return IntegrityError(
         f"bytes {start} to {end} of {show(file.name)} are not what they should be: "
-        f"{digests.origin} says SHA-256 {digests.digests[number]}, they have {found}{inside}",
+        f"{digests.origin} says {kind} {digests.digests[number]}, they have {found}{inside}",
+        code=code,
         file=file.name,
         tensor=tensors[0] if tensors else None,
         offset=start,

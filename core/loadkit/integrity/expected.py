@@ -4,16 +4,17 @@ In this order, for each file:
 
 1. the manifest of the folder: digests of its tensors, else that of the whole file;
 2. the hub it came from: the SHA-256 of the whole file;
-3. a record of an earlier load: digests of blocks.
+3. the file's own format, where it keeps checksums (a zip archive does);
+4. a record of an earlier load: digests of blocks.
 
-A record never outweighs the other two. It helps where they have a digest of a whole file and a
-rank needs a part: blocks that an earlier load recorded while it found that very digest to be right
-are as good as the digest, and need not be read whole.
+A record never outweighs the others. It helps where the first two have a digest of a whole file
+and a rank needs a part: blocks that an earlier load recorded while it found that very digest to
+be right are as good as the digest, and need not be read whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from loadkit.errors import FormatError, IntegrityError
@@ -23,6 +24,7 @@ from loadkit.integrity.sidecar import Record, Sidecar
 from loadkit.manifest import MANIFEST, read_manifest
 
 if TYPE_CHECKING:
+    from loadkit.base_loader import Checksum
     from loadkit.config import LoadConfig
     from loadkit.manifest import FileEntry
     from loadkit.sources.base import File, Source
@@ -65,7 +67,10 @@ def sidecars(files: Sequence[File], load_config: LoadConfig) -> dict[int, Sideca
 
 
 def expected_digests(
-    source: Source, files: Sequence[File], places: dict[int, Sidecar]
+    source: Source,
+    files: Sequence[File],
+    places: dict[int, Sidecar],
+    checksums: Callable[[str], Sequence[Checksum]] | None = None,
 ) -> tuple[dict[int, FileDigests], list[str]]:
     """What each file should hold, by ``id(file)``, and what is worth a warning.
 
@@ -73,6 +78,7 @@ def expected_digests(
         source: the open source of the files.
         files: those that are read.
         places: of their records.
+        checksums: what a file keeps of its own bytes, by its name.
 
     Raises:
         ManifestError: the manifest cannot be used.
@@ -92,6 +98,15 @@ def expected_digests(
         whole, origin = hub.get(file.name), "the hub"
         if entry is not None and entry.sha256:
             whole, origin = entry.sha256, MANIFEST
+        own = checksums(file.name) if whole is None and checksums is not None else ()
+        if own:
+            starts, ends, crcs = (list(each) for each in zip(*own, strict=True))
+            origin = "the archive itself"
+            out[id(file)] = FileDigests(file, origin, _AGAIN, starts, ends, crcs, algorithm="crc32")
+            continue
+        if whole is None and not file.local:  # nothing to compare with, and nowhere to record
+            warnings.append(f"{show(file.name)} is not verified: nobody says what it should hold")
+            continue
         out[id(file)] = _of_file(file, whole, origin, place, record)
     return out, warnings
 

@@ -62,7 +62,9 @@ class Verification:
             check_sizes(loader.source, files)
         if self.mode == "digest":
             self._sidecars = sidecars(files, load_config)
-            self._digests, self.warnings = expected_digests(loader.source, files, self._sidecars)
+            self._digests, self.warnings = expected_digests(
+                loader.source, files, self._sidecars, loader.checksums
+            )
 
     def around(self, reader: Reader, also: Iterable[str] = ()) -> Reader:
         """The reader, verifying if that was asked for.

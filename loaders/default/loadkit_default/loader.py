@@ -1,21 +1,24 @@
-"""``DefaultModelLoader``: safetensors as Hugging Face saves them, single, indexed or sharded."""
+"""``DefaultModelLoader``: safetensors and ``torch.save``'s archives, single, indexed or sharded."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
-from loadkit.base_loader import BaseModelLoader
+from loadkit.base_loader import BaseModelLoader, Checksum
 from loadkit.errors import FormatError
 from loadkit.file_checks import show
 from loadkit.load_strategy import SAFETENSORS_OPTIONS
 from loadkit.multithread import MULTITHREAD_OPTIONS, multithread
 from loadkit.options import OptionSpec
-from loadkit.safetensors_format import SafetensorsHeader, read_header
-from loadkit.tensor_info import DTYPES, TensorInfo
+from loadkit.safetensors_format import read_header
+from loadkit.tensor_info import TensorInfo, bits_of
 from loadkit.tracing.lazy_tensor import Offered
+from loadkit_default.pt.archive import read_archive
+from loadkit_default.pt.options import check_map_location, refuse_idle
+from loadkit_default.pt.state_dict import Archive
 from loadkit_default.weight_files import WeightFiles, check_against_index, find_weight_files
 
 if TYPE_CHECKING:
@@ -24,17 +27,26 @@ if TYPE_CHECKING:
 
     from loadkit.config import LoadConfig
     from loadkit.model_config import ModelConfig
+    from loadkit.sources.base import File
+    from loadkit.tracing.lazy_tensor import LazyTensor
+    from loadkit_default.weight_index import Header
 
 __all__ = ["DefaultModelLoader"]
 
 logger = logging.getLogger(__name__)
 
+_ARCHIVES = (".bin", ".pt", ".pth")
+
 
 class DefaultModelLoader(BaseModelLoader):
-    """Reads the headers of a source's safetensors files and offers every tensor once.
+    """Reads the headers of a source's weight files and offers every tensor once.
+
+    A safetensors file says what it holds in its header, an archive of ``torch.save`` in a pickle
+    that is read and never run (``loadkit_default.pt``).
 
     Attributes:
         weight_files: the files that were chosen and why, once ``catalogue`` has run.
+        ties: names that an archive holds as the same elements of one storage.
     """
 
     options: ClassVar[Mapping[str, OptionSpec]] = MULTITHREAD_OPTIONS
@@ -42,16 +54,25 @@ class DefaultModelLoader(BaseModelLoader):
         "allow_patterns_overrides",
         "ignore_index",
         "ignore_patterns",
+        "pt_load_map_location",
+        "weights_key",
     }
 
     weight_files: WeightFiles | None = None
-    _headers: list[SafetensorsHeader] | None = None
+    ties: tuple[tuple[str, ...], ...] = ()
+    _headers: Sequence[Header] | None = None
 
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(load_config)
+        check_map_location(load_config)
         self.multithread = multithread(load_config, self.extra_config)
         if self.multithread is not None:
             self.load_config = replace(load_config, num_threads=self.multithread.threads)
+
+    @classmethod
+    def read_header(cls, file: File) -> Archive:
+        """One archive's tensors, and what it says of itself, for people."""
+        return read_archive(file)
 
     def download_model(self, model_config: ModelConfig) -> None:
         """Choose the files and read their headers, so that what is missing is known first."""
@@ -71,10 +92,28 @@ class DefaultModelLoader(BaseModelLoader):
             FormatError: a header breaks a rule; a name is in two files and no index says which
                 counts (E_DUPLICATE); torch lacks a dtype (E_DTYPE).
         """
-        return ((name, offer.tensor()) for name, offer in self.offers(model_config))
+        for name, offer in self.offers(model_config):
+            yield name, offer.tensor() if isinstance(offer, Offered) else offer
 
-    def offers(self, model_config: ModelConfig) -> Iterator[tuple[str, Offered]]:
-        return ((info.name, Offered(_as_torch_counts(info))) for info in self.infos())
+    def offers(self, model_config: ModelConfig) -> Iterator[tuple[str, torch.Tensor | Offered]]:
+        infos, odd = self.infos(), self._odd()
+        for info in infos:
+            lazy = odd.get((info.file.name, info.name))
+            yield info.name, Offered(_as_torch_counts(info)) if lazy is None else lazy
+
+    def _odd(self) -> dict[tuple[str, str], LazyTensor]:
+        """The tensors of archives that are not simply their bytes in order."""
+        return {
+            (header.file.name, name): tensor.tensor()
+            for header in self._read_headers()
+            if isinstance(header, Archive)
+            for name, tensor in header.odd.items()
+        }
+
+    def checksums(self, name: str) -> Sequence[Checksum]:
+        headers = (header for header in self._read_headers() if header.file.name == name)
+        header = next(headers, None)
+        return header.checksums if isinstance(header, Archive) else ()
 
     def infos(self) -> list[TensorInfo]:
         """The header entries behind ``catalogue``, same order, same errors."""
@@ -94,21 +133,39 @@ class DefaultModelLoader(BaseModelLoader):
                     raise _in_two_files(other, info)
         return list(found.values())
 
-    def _read_headers(self) -> list[SafetensorsHeader]:
+    def _read_headers(self) -> Sequence[Header]:
         """Every chosen file's header, once; all are checked before any tensor is offered."""
         if self._headers is None:
             chosen = find_weight_files(self.source, self.load_config, self.load_config.load_format)
-            headers = [read_header(self.source.open(name)) for name in chosen.files]
+            headers = [self._header(self.source.open(name)) for name in chosen.files]
+            archives = [header for header in headers if isinstance(header, Archive)]
+            if not archives:
+                refuse_idle(self.load_config, chosen.files)
             check_against_index(headers, chosen)
             self.weight_files, self._headers = chosen, headers
             self.files = list(chosen.files)
             self.skipped_files.update(chosen.skipped)
+            for archive in archives:
+                self._note(archive)
         return self._headers
+
+    def _header(self, file: File) -> Header:
+        """By its name: a parser is never chosen by what a file holds."""
+        if file.name.endswith(_ARCHIVES) or self.load_config.load_format == "pt":
+            return read_archive(file, self.load_config.weights_key)
+        return read_header(file)
+
+    def _note(self, archive: Archive) -> None:
+        """What an archive holds beside tensors, and which of them are one."""
+        self.ties += archive.ties
+        self.skipped_tensors.update(archive.skipped)
+        for names in archive.ties:
+            logger.info("%s: one storage: %s", show(archive.file.name), " = ".join(names))
 
 
 def _as_torch_counts(info: TensorInfo) -> TensorInfo:
     """The entry; two packed 4-bit elements are one element in torch."""
-    if DTYPES[info.dtype][0] != 4:
+    if bits_of(info.dtype) != 4:
         return info
     return replace(info, shape=(*info.shape[:-1], info.shape[-1] // 2))
 

@@ -5,8 +5,11 @@ Rules, in order:
 1. A single file that was named as the source is the weights.
 2. With an index, exactly the files that it names (``ignore_index`` opts out).
 3. Without one, ``model*.safetensors`` before others: ``model.safetensors``, or the one complete
-   set of ``model-N-of-M.safetensors``; two complete sets are refused.
+   set of ``model-N-of-M.safetensors``; two complete sets are refused. The archives of
+   ``torch.save`` are called ``pytorch_model*.bin`` there.
 4. Otherwise every other file of the pattern.
+
+``hf`` takes archives (``.bin``, ``.pt``, ``.pth``) where there are no safetensors, and never mixes.
 
 Variants, adapters, training state, rank files of ``sharded_state`` and, unless ``mistral`` is
 asked for, ``consolidated*`` are never taken by themselves.
@@ -24,11 +27,10 @@ from typing import TYPE_CHECKING
 from loadkit.detect import FORMAT_PATTERNS, kind_of, no_weights
 from loadkit.errors import IndexFileError
 from loadkit.file_checks import show
-from loadkit_default.weight_index import index_problems, read_index, report
+from loadkit_default.weight_index import Header, index_problems, read_index, report
 
 if TYPE_CHECKING:
     from loadkit.config import LoadConfig
-    from loadkit.safetensors_format import SafetensorsHeader
     from loadkit.sources.base import FileInfo, Source
 
 __all__ = ["PATTERNS", "WeightFiles", "check_against_index", "find_weight_files"]
@@ -40,9 +42,14 @@ PATTERNS: dict[str, tuple[str, ...]] = {
     "hf": ("*.safetensors",),
     "safetensors": ("*.safetensors",),
     "mistral": ("consolidated*.safetensors",),
+    "pt": FORMAT_PATTERNS["pt"],
 }
-_INDEX = {"mistral": "consolidated.safetensors.index.json"}
-_SHARD = re.compile(r"(?P<stem>.+?)-(?P<number>\d{1,6})-of-(?P<total>\d{1,6})\.safetensors")
+# Load format -> the kind of its files, and what a model saved by its writers is called.
+_KINDS = {"mistral": "mistral", "pt": "pt"}
+_NAMES = {"mistral": "consolidated.safetensors", "pt": "pytorch_model.bin"}
+_SHARD = re.compile(
+    r"(?P<stem>.+?)-(?P<number>\d{1,6})-of-(?P<total>\d{1,6})\.(?P<suffix>safetensors|bin|pt|pth)"
+)
 _KIND_REASONS = {
     "training": "training state",
     "variant": "a variant: name the file to use it",
@@ -88,6 +95,16 @@ class _Search:
     candidates: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def kind(self) -> str:
+        """The kind of file that is looked for."""
+        return _KINDS.get(self.load_format, "safetensors")
+
+    @property
+    def name(self) -> str:
+        """What the one file of a model is called, by those who write this format."""
+        return _NAMES.get(self.load_format, "model.safetensors")
+
     def choose(self, files: Iterable[str], why: str, reason: str) -> WeightFiles:
         """These files; every other candidate is skipped with the reason."""
         chosen = sorted(files)
@@ -103,7 +120,7 @@ def find_weight_files(source: Source, load_config: LoadConfig, load_format: str)
     Args:
         source: an open source.
         load_config: ``ignore_patterns``, ``allow_patterns_overrides`` and ``ignore_index`` count.
-        load_format: ``hf``, ``safetensors`` or ``mistral`` (``auto`` is taken as ``hf``).
+        load_format: ``hf``, ``safetensors``, ``mistral`` or ``pt`` (``auto`` is taken as ``hf``).
 
     Raises:
         NoWeightsError: nothing matches; lists patterns, files seen, formats that would match and
@@ -111,9 +128,12 @@ def find_weight_files(source: Source, load_config: LoadConfig, load_format: str)
         IndexFileError: the index is broken or does not fit the files, or a shard is missing, or
             two sets of files could be meant.
     """
+    listing = source.list()
     load_format = "hf" if load_format == "auto" else load_format
+    if load_format == "hf" and _falls_back(listing, load_config):
+        load_format = "pt"
     patterns = load_config.allow_patterns_overrides or PATTERNS[load_format]
-    search = _Search(source, load_config, load_format, tuple(patterns), source.list())
+    search = _Search(source, load_config, load_format, tuple(patterns), listing)
     single = getattr(source, "single", None)
     if single is not None:
         if not any(fnmatchcase(single, pattern) for pattern in search.patterns):
@@ -128,7 +148,7 @@ def find_weight_files(source: Source, load_config: LoadConfig, load_format: str)
     return found
 
 
-def check_against_index(headers: Iterable[SafetensorsHeader], weight_files: WeightFiles) -> None:
+def check_against_index(headers: Iterable[Header], weight_files: WeightFiles) -> None:
     """Hold the files' headers against the index, if one counts.
 
     Raises:
@@ -142,22 +162,34 @@ def check_against_index(headers: Iterable[SafetensorsHeader], weight_files: Weig
         raise report(weight_files.index_file, problems)
 
 
+def _falls_back(listing: Sequence[FileInfo], load_config: LoadConfig) -> bool:
+    """Whether ``hf`` reads archives: there are some, no safetensors, and it may."""
+    if not load_config.fall_back_to_pt or load_config.allow_patterns_overrides is not None:
+        return False
+    names = [info.name for info in listing if not _ignored(info.name, load_config)]
+    kinds = {kind_of(name) for name in names}
+    indexed = "model.safetensors.index.json" in names  # its files are missing: that is said
+    return "pt" in kinds and "safetensors" not in kinds and not indexed
+
+
+def _ignored(name: str, load_config: LoadConfig) -> str | None:
+    """The pattern of ``ignore_patterns`` that a name fits, if one does."""
+    return next((p for p in load_config.ignore_patterns if fnmatchcase(name, p)), None)
+
+
 def _sort_out(search: _Search) -> None:
     """Candidates are the root's files of the patterns; the rest is skipped with its reason."""
     overridden = search.load_config.allow_patterns_overrides is not None
-    wanted = {"mistral"} if search.load_format == "mistral" else {"safetensors"}
     for info in search.listing:
         kind = kind_of(info.name)
         if kind is None:
             continue
-        ignored = next(
-            (p for p in search.load_config.ignore_patterns if fnmatchcase(info.name, p)), None
-        )
+        ignored = _ignored(info.name, search.load_config)
         if ignored is not None:
             search.skipped[info.name] = f"ignore_patterns has {ignored!r}"
         elif not any(fnmatchcase(info.name, pattern) for pattern in search.patterns):
             search.skipped[info.name] = _KIND_REASONS[kind]
-        elif kind in wanted or overridden:
+        elif kind == search.kind or overridden:
             search.candidates.append(info.name)
         else:
             search.skipped[info.name] = _KIND_REASONS[kind]
@@ -174,7 +206,9 @@ def _from_index(search: _Search) -> WeightFiles | None:
     if search.load_config.ignore_index:
         logger.info("not read: %s (ignore_index)", show(name))
         return None
-    index = read_index(search.source.open(name), FORMAT_PATTERNS["safetensors"])
+    index = read_index(
+        search.source.open(name), FORMAT_PATTERNS["pt" if search.kind == "pt" else "safetensors"]
+    )
     files = sorted(set(index.values()))
     _check_files(search, name, files)
     found = search.choose(files, f"named by {name}", f"not named by {name}")
@@ -185,15 +219,14 @@ def _from_index(search: _Search) -> WeightFiles | None:
 
 def _index_name(search: _Search) -> str | None:
     """The index that counts: the standard name, or the only one of another stem."""
-    wanted = _INDEX.get(search.load_format, "model.safetensors.index.json")
+    wanted = f"{search.name}.index.json"
     names = [info.name for info in search.listing if "/" not in info.name]
     if wanted in names:
         return wanted
     others = [
         name
         for name in names
-        if name.endswith(".safetensors.index.json")
-        and kind_of(name.removesuffix(".index.json")) == "safetensors"
+        if name.endswith(".index.json") and kind_of(name.removesuffix(".index.json")) == search.kind
     ]
     return others[0] if len(others) == 1 and search.load_format != "mistral" else None
 
@@ -234,9 +267,9 @@ def _from_names(search: _Search) -> WeightFiles:
         raise no_weights(search.listing, search.load_format, search.patterns)
     if search.load_config.allow_patterns_overrides is not None:
         return search.choose(names, "all that match allow_patterns_overrides", "")
-    stem = "consolidated" if search.load_format == "mistral" else "model"
+    single = search.name
+    stem = single.partition(".")[0]
     complete, broken = _shard_sets([name for name in names if name.startswith(stem)])
-    single = f"{stem}.safetensors"
     sets = [*complete, *([[single]] if single in names else [])]
     if len(sets) > 1:
         raise IndexFileError(
@@ -261,19 +294,20 @@ def _from_names(search: _Search) -> WeightFiles:
 
 def _shard_sets(names: Sequence[str]) -> tuple[list[list[str]], dict[str, list[int]]]:
     """Sets of ``stem-N-of-M``: the complete ones, and of the others which numbers are missing."""
-    sets: dict[tuple[str, str], dict[int, str]] = {}
+    sets: dict[tuple[str, str, str], dict[int, str]] = {}
     for name in names:
         match = _SHARD.fullmatch(name)
         if match:
-            sets.setdefault((match["stem"], match["total"]), {})[int(match["number"])] = name
+            kind = match["stem"], match["total"], match["suffix"]
+            sets.setdefault(kind, {})[int(match["number"])] = name
     complete: list[list[str]] = []
     broken: dict[str, list[int]] = {}
-    for (stem, total), found in sorted(sets.items()):
+    for (stem, total, suffix), found in sorted(sets.items()):
         first = 0 if 0 in found else 1
         numbers = range(first, int(total) + first)
         missing = [number for number in numbers if number not in found]
         if missing:
-            broken[f"{stem}-?-of-{total}.safetensors"] = missing
+            broken[f"{stem}-?-of-{total}.{suffix}"] = missing
         else:
             complete.append([found[number] for number in sorted(found)])
     return complete, broken

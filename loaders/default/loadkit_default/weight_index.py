@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from loadkit.errors import IndexFileError, PathError
 from loadkit.file_checks import show
@@ -15,16 +15,28 @@ from loadkit.json_safe import parse_json
 from loadkit.sources.paths import check_name
 
 if TYPE_CHECKING:
-    from loadkit.safetensors_format import SafetensorsHeader
     from loadkit.sources.base import File
+    from loadkit.tensor_info import TensorInfo
 
-__all__ = ["MAX_INDEX_BYTES", "index_problems", "read_index", "report"]
+__all__ = ["MAX_INDEX_BYTES", "Header", "index_problems", "read_index", "report"]
 
 MAX_INDEX_BYTES = 100_000_000
 MAX_ENTRIES = 1_000_000  # tensors, as in a header
 _MAX_BRACKETS = 10_000
 _SHOWN = 10  # problems in a message; all are in ``detail``
 _HINT = "fix or remove the index, or set ignore_index=true to read the files that are there"
+
+
+class Header(Protocol):
+    """What a file's header says lies in it, whatever its format."""
+
+    @property
+    def file(self) -> File:
+        """The file."""
+
+    @property
+    def tensors(self) -> tuple[TensorInfo, ...]:
+        """In file order."""
 
 
 def read_index(file: File, patterns: Sequence[str]) -> dict[str, str]:
@@ -76,7 +88,7 @@ def _name_problems(weight_map: Mapping[str, Any], patterns: Sequence[str]) -> li
     return problems
 
 
-def index_problems(index: Mapping[str, str], headers: Iterable[SafetensorsHeader]) -> list[str]:
+def index_problems(index: Mapping[str, str], headers: Iterable[Header]) -> list[str]:
     """Where the index and the files' headers disagree, one line for each tensor.
 
     A second copy of a listed tensor in another file is no problem: the index says which counts.

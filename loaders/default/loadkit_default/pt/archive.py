@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import zlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from loadkit.file_checks import HEAD_BYTES, check_content, show
@@ -14,6 +14,7 @@ from loadkit_default.pt.state_dict import Archive, place_tensors, select
 from loadkit_default.pt.zip_directory import Record, check_records, read_directory
 
 if TYPE_CHECKING:
+    from loadkit.base_loader import Checksum
     from loadkit.sources.base import File
 
 __all__ = ["read_archive"]
@@ -22,22 +23,20 @@ _PICKLE = "data.pkl"
 # A pickle of protocol 0 that begins with an import: text, by its looks.
 _TEXT_PICKLE = re.compile(rb"\(?c([\w.]{1,99})\n([\w.]{1,99})\n")
 _TAR_MEMBERS = (b"sys_info\0", b"storages\0", b"tensors\0", b"pickle\0", b"./\0")
-_BLOCK = 8 << 20  # bytes that a checksum is computed of at once
 
 
-def read_archive(file: File, weights_key: str | None = None, *, checksums: bool = False) -> Archive:
+def read_archive(file: File, weights_key: str | None = None) -> Archive:
     """Read what a ``.bin``, ``.pt`` or ``.pth`` file says it holds; nothing in it is run.
 
-    No byte of a tensor is read, unless ``checksums`` asks for it.
+    No byte of a tensor is read.
 
     Args:
         file: an open file.
         weights_key: the key of the state dict inside; see ``state_dict``.
-        checksums: compare every record of a zip archive with its CRC-32.
 
     Raises:
         FormatError: E_FORMAT (another format), E_PICKLE (what is no state dict's pickle), E_ZIP,
-            E_STRUCTURE, E_LAYOUT (a tensor and its storage), E_NAME, E_CRC, E_UNSUPPORTED
+            E_STRUCTURE, E_LAYOUT (a tensor and its storage), E_NAME, E_UNSUPPORTED
             (TorchScript, ``.pt2``, tar archives, tensors that are not plain).
         OptionError: there is nothing under ``weights_key``.
         ReadFailure: the file could not be read.
@@ -64,7 +63,7 @@ def read_archive(file: File, weights_key: str | None = None, *, checksums: bool 
 
     with collector_paused():
         if head.startswith(b"PK"):
-            return _read_zip(file, weights_key, checksums=checksums)
+            return _read_zip(file, weights_key)
         return read_legacy(file, weights_key)
 
 
@@ -80,7 +79,7 @@ def _refuse_appended(file: File) -> None:
         )
 
 
-def _read_zip(file: File, weights_key: str | None, *, checksums: bool) -> Archive:
+def _read_zip(file: File, weights_key: str | None) -> Archive:
     records, directory = read_directory(file)
     _refuse_other_kinds(file, records)
     pickles = [name for name in records if name == _PICKLE or name.endswith(f"/{_PICKLE}")]
@@ -92,8 +91,6 @@ def _read_zip(file: File, weights_key: str | None, *, checksums: bool) -> Archiv
         )
     check_records(file, records, directory)
     root = pickles[0].removesuffix(_PICKLE)
-    if checksums:
-        _compare_checksums(file, records)
     big = _is_big(file, records.get(f"{root}byteorder"))
     value = _unpickled(file, records[pickles[0]])
     start = len(f"{root}data/")
@@ -103,7 +100,17 @@ def _read_zip(file: File, weights_key: str | None, *, checksums: bool) -> Archiv
         if name.startswith(f"{root}data/")
     }
     told = {"format": "torch zip", "byteorder": "big" if big else "little"}
-    return place_tensors(select(value, file, weights_key), file, places, big=big, metadata=told)
+    found = place_tensors(select(value, file, weights_key), file, places, big=big, metadata=told)
+    return replace(found, checksums=_checksums(records))
+
+
+def _checksums(records: dict[str, Record]) -> tuple[Checksum, ...]:
+    """Every record's CRC-32, in file order; 0 is what a writer that computes none leaves."""
+    kept = (each for each in records.values() if each.size)
+    return tuple(
+        (each.start, each.start + each.size, f"{each.crc:08x}" if each.crc else None)
+        for each in sorted(kept, key=lambda each: each.start)
+    )
 
 
 def _refuse_other_kinds(file: File, records: dict[str, Record]) -> None:
@@ -162,22 +169,3 @@ def _unpickled(file: File, record: Record) -> Any:
 
 def _bad_pickle(file: File, problem: str, record: Record, at: int = 0) -> NoReturn:
     raise damaged("E_PICKLE", file.name, problem, offset=record.start + at)
-
-
-def _compare_checksums(file: File, records: dict[str, Record]) -> None:
-    """Every record against its CRC-32; 0 is what a writer that computes none leaves."""
-    for record in records.values():
-        found, at, left = 0, record.start, record.size
-        while left:
-            data = file.read(at, min(left, _BLOCK))
-            found = zlib.crc32(data, found)
-            at, left = at + len(data), left - len(data)
-        if record.crc and found != record.crc:
-            raise damaged(
-                "E_CRC",
-                file.name,
-                f"record {show(record.name)} has CRC-32 {found:08x}, not {record.crc:08x}",
-                offset=record.start,
-                expected=f"{record.crc:08x}",
-                actual=f"{found:08x}",
-            )

@@ -27,6 +27,7 @@ from loadkit_default.pt.lazies import OddTensor
 from loadkit_default.pt.values import Mapping, StorageRef, TensorRef, kind_of
 
 if TYPE_CHECKING:
+    from loadkit.base_loader import Checksum
     from loadkit.sources.base import File
 
 __all__ = ["Archive", "Extent", "Selected", "place_tensors", "select"]
@@ -50,6 +51,7 @@ class Archive:
         skipped: entries that are no tensors, or not in the dict that counts, with the reason.
         ties: names that are the same elements of one storage.
         metadata: for people: container, byte order, the key that was entered, ties.
+        checksums: what the container itself keeps of ranges of its bytes.
     """
 
     file: File
@@ -58,6 +60,7 @@ class Archive:
     skipped: Items[str, str] = field(default_factory=dict)
     ties: tuple[tuple[str, ...], ...] = ()
     metadata: Items[str, str] = field(default_factory=dict)
+    checksums: tuple[Checksum, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -250,7 +253,12 @@ class _Placing:
                 ref,
                 f"reaches from byte {first} to {first + span * item} of a storage of {nbytes}",
             )
-        info = TensorInfo(name, self.file, start + first, span * item, ref.size, ref.dtype)
+        size = ref.size
+        if ref.dtype == "F4":  # a header counts the halves of torch's elements
+            if not size or not row_major:
+                self._layout(name, ref, "is of packed 4-bit numbers, and not in order")
+            size = (*size[:-1], 2 * size[-1])
+        info = TensorInfo(name, self.file, start + first, span * item, size, ref.dtype)
         self.tensors.append(info)
         if not row_major or (self.big and item > 1):
             swapped = self.big and item > 1
