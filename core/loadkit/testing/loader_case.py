@@ -22,7 +22,7 @@ from loadkit.testing.checkpoint import (
     write_checkpoint,
 )
 
-__all__ = ["LoaderCase", "bits", "fail"]
+__all__ = ["LoaderCase", "bits", "fail", "relative_gap", "weight_files", "write_config"]
 
 Weights = dict[str, torch.Tensor]
 
@@ -43,7 +43,8 @@ class LoaderCase:
     Attributes:
         load_format: its name.
         lossless: it gives back the numbers that were written.
-        bound: where it does not: the largest difference of a number that is allowed.
+        bound: where it does not: the largest difference of a number that is allowed, in parts of
+            the largest number of its parameter.
         has_catalogue: it reads exactly the bytes that a rank needs, and the plan knows them.
         free_form: any set of named tensors can be written in it; else only a whole model.
         reads_files: what it gives comes from files.
@@ -225,8 +226,8 @@ class LoaderCase:
             if self.lossless:
                 if not torch.equal(bits(have), bits(wanted)):
                     fail(f"{what}: {name} has other numbers, by up to {_gap(have, wanted):g}")
-            elif not _gap(have, wanted) <= self.bound:
-                fail(f"{what}: {name} is {_gap(have, wanted):g} off; allowed are {self.bound:g}")
+            elif not (gap := relative_gap(have, wanted)) <= self.bound:
+                fail(f"{what}: {name} is {gap:g} of its largest off; allowed are {self.bound:g}")
 
     def _kept(self) -> dict[Any, Any]:
         """What is made once for the class."""
@@ -256,6 +257,12 @@ def weight_files(folder: Path) -> list[Path]:
     """The files of a folder that are no texts beside the weights."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return [path for path in files if path.suffix not in (".json", ".txt", ".jinja", ".md")]
+
+
+def relative_gap(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference in parts of the largest number of ``other``; NaN where one is."""
+    largest = float(other.double().abs().max()) if other.numel() else 0.0
+    return _gap(one, other) / (largest or 1.0)
 
 
 def _gap(one: torch.Tensor, other: torch.Tensor) -> float:

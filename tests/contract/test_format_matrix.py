@@ -1,0 +1,177 @@
+"""One model through every load format that can hold it, and the table that says what each can.
+
+The small model has SmolLM2's shape (9 heads over 3 kv heads, tied), so that tp 3 is legal; the real
+one is SmolLM2 itself where its package can be fetched, else random numbers of its sizes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import loadkit
+from contract.formats import FORMATS, MatrixFormat
+from contract.formats.table import on_page, table
+from helpers.checkpoints import llama_sd
+from loadkit import tables
+from loadkit.config import LoadConfig, ParallelConfig
+from loadkit.testing import write_checkpoint
+from loadkit.testing.loader_case import bits, relative_gap, write_config
+
+PLAIN = LoadConfig(load_format="safetensors", use_tqdm_on_load=False)
+SMOLLM2 = {
+    "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3,
+    "num_hidden_layers": 30, "intermediate_size": 1536, "vocab_size": 49_152,
+    "max_position_embeddings": 8192, "rope_theta": 100_000.0,
+}  # fmt: skip
+SMALL = {**SMOLLM2, "hidden_size": 288, "num_hidden_layers": 2, "intermediate_size": 576,
+         "vocab_size": 768, "rope_theta": 10_000.0}  # fmt: skip
+BASE = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16", "rms_norm_eps": 1e-5,
+}  # fmt: skip
+PROMPT = [504, 3575, 282, 4649, 314]  # The capital of France is
+each_format = pytest.mark.parametrize("form", FORMATS, ids=repr)
+
+
+class Model(NamedTuple):
+    """The same weights as tensors, and as a safetensors folder."""
+
+    weights: dict[str, torch.Tensor]
+    config: dict[str, Any]
+    folder: Path
+
+
+def made(folder: Path, sizes: dict[str, Any]) -> Model:
+    """Random numbers of some sizes."""
+    config = {**BASE, **sizes}
+    names = {"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads"}
+    names |= {"kv_heads": "num_key_value_heads", "ffn": "intermediate_size", "vocab": "vocab_size"}
+    weights = llama_sd(
+        dtype=torch.bfloat16, head=False, **{key: config[name] for key, name in names.items()}
+    )
+    write_checkpoint(folder, weights, config)
+    return Model(weights, config, folder)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return made(tmp_path_factory.mktemp("small"), SMALL)
+
+
+@pytest.fixture(scope="module")
+def real(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Model]:
+    """SmolLM2 in bfloat16."""
+    folder = tmp_path_factory.mktemp("real")
+    try:
+        file = request.getfixturevalue("smollm2")
+    except pytest.skip.Exception:
+        yield made(folder, SMOLLM2)
+    else:
+        model = loadkit.load_model(
+            str(file), dtype="bfloat16", load_config=LoadConfig(use_tqdm_on_load=False)
+        )
+        loadkit.save(model, folder)
+        config = json.loads((folder / "config.json").read_text())
+        yield Model(load_file(folder / "model.safetensors"), config, folder)
+    shutil.rmtree(folder)
+
+
+def written(form: MatrixFormat, model: Model, folder: Path) -> Path:
+    reason = form.unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    write_config(folder, model.config)
+    form.write(folder, dict(model.weights), dict(model.config), model.folder)
+    return folder
+
+
+def load(form: MatrixFormat, folder: Path, tp: int = 1, rank: int = 0, **changes: Any) -> Any:
+    return loadkit.load(
+        form.source(folder), dtype="bfloat16", parallel=ParallelConfig(tp_size=tp, tp_rank=rank),
+        load_config=form.load_config(**changes), **form.load_arguments,
+    )  # fmt: skip
+
+
+def plain(model: Model, tp: int = 1, rank: int = 0) -> torch.nn.Module:
+    parallel = ParallelConfig(tp_size=tp, tp_rank=rank)
+    return loadkit.load_model(model.folder, parallel=parallel, load_config=PLAIN)
+
+
+def check_same(form: MatrixFormat, found: torch.nn.Module, expected: torch.nn.Module) -> None:
+    have = form.parameters(found)
+    wanted = {name: param.detach() for name, param in expected.named_parameters()}
+    assert have.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert (have[name].dtype, have[name].shape) == (tensor.dtype, tensor.shape), name
+        if form.lossless:
+            assert torch.equal(bits(have[name]), bits(tensor)), name
+        else:
+            assert relative_gap(have[name], tensor) <= form.bound, name
+
+
+def check_all_ranks(form: MatrixFormat, model: Model, folder: Path, tp: int) -> None:
+    if tp not in form.tp_sizes:
+        pytest.skip(f"{form.name} is not loaded at tp {tp}")
+    for rank in range(tp):
+        check_same(form, load(form, folder, tp, rank).model, plain(model, tp, rank))
+
+
+@each_format
+def test_a_small_model_is_the_same_from_every_format(
+    form: MatrixFormat, small: Model, tmp_path: Path
+) -> None:
+    folder = written(form, small, tmp_path / "model")
+    for tp in form.tp_sizes:
+        check_all_ranks(form, small, folder, tp)
+
+
+@pytest.mark.slow
+@each_format
+def test_smollm2_is_the_same_from_every_format_and_speaks_the_same(
+    form: MatrixFormat, real: Model, tmp_path: Path
+) -> None:
+    folder = written(form, real, tmp_path / "model")
+    try:
+        for tp in form.tp_sizes:
+            check_all_ranks(form, real, folder, tp)
+        if form.lossless:
+            said, expected = (
+                loadkit.generate(one, PROMPT, max_new_tokens=8)
+                for one in (load(form, folder).model, plain(real))
+            )
+            assert said == expected
+    finally:
+        shutil.rmtree(folder)
+
+
+@each_format
+def test_the_table_says_what_a_format_does(
+    form: MatrixFormat, small: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOADKIT_CACHE", str(tmp_path / "cache"))
+    folder = written(form, small, tmp_path / "model")
+    whole = load(form, folder)
+    assert (whole.report.aliased_bytes > 0) == form.zero_copy
+    part = load(form, folder, 3, 1)
+    exact = {row.exact for row in part.plan.rows if row.parameter is not None} == {"exact"}
+    less = part.plan.bytes_to_read < 0.5 * whole.plan.bytes_to_read
+    assert (exact and less) == form.tp_slices
+    digests = load(form, folder, verify="digest") if form.digest else None
+    assert digests is None or digests.report.verified
+    loader: Any = tables.loaders.lookup(form.load_format)
+    assert (form.load_format == "safetensors" or hasattr(loader, "save_model")) == form.save
+    assert loader.__module__.partition(".")[0] == form.distribution.replace("-", "_")
+
+
+def test_the_table_of_the_docs_is_that_of_the_code() -> None:
+    assert on_page() == table(), "run: python tests/contract/formats/table.py"
