@@ -10,11 +10,11 @@ from loadkit.detect import no_weights
 from loadkit.errors import ShardedError
 from loadkit.file_checks import show
 from loadkit.manifest import MANIFEST, FileEntry, Manifest, Topology, read_manifest
+from loadkit.rank_files.unfinished import unfinished_problem
 from loadkit.safetensors_format import read_header
 from loadkit.tensor_info import TensorInfo
 from loadkit_sharded_state.pattern import FilePattern
 from loadkit_sharded_state.stored import Piece, Stored, joined
-from loadkit_sharded_state.unfinished import unfinished_problem
 
 if TYPE_CHECKING:
     from loadkit.sources.base import FileInfo, Source

@@ -8,21 +8,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from loadkit import tables
 from loadkit.base_loader import BaseModelLoader
-from loadkit.errors import ConfigFileError, ShardedError, UnknownNameError
-from loadkit.file_checks import show
-from loadkit.manifest import MANIFEST, Manifest, Topology
+from loadkit.manifest import Manifest, Topology
 from loadkit.options import OptionSpec
-from loadkit.quantization import check_act_dtype, get_quantization_config
+from loadkit.rank_files.by_key import place_by_key
+from loadkit.rank_files.contents import Contents, contents_of
+from loadkit.rank_files.loading import check_layout, saved_quant_config, without_doubles
+from loadkit.rank_files.unfinished import unfinished_problem
 from loadkit.tensor_info import torch_dtype
-from loadkit.text import printable
 from loadkit.tracing.given import Given
 from loadkit_sharded_state.artefact import Artefact, open_artefact
 from loadkit_sharded_state.assemble import Assembly, check_reshardable
-from loadkit_sharded_state.by_key import place_by_key, state_of
-from loadkit_sharded_state.contents import Contents, contents_of
-from loadkit_sharded_state.layouts import layout_versions
 from loadkit_sharded_state.pattern import DEFAULT_PATTERN, FilePattern
-from loadkit_sharded_state.unfinished import unfinished_problem
 
 if TYPE_CHECKING:
     import torch
@@ -146,29 +142,7 @@ class ShardedStateLoader(BaseModelLoader):
             ConfigFileError: another one was asked for, the method is unknown, or what the manifest
                 says of it is wrong.
         """
-        saved = None if self.manifest is None else self.manifest.quantization
-        if saved is None:
-            return super().get_quant_config(model_config)
-        if model_config.quantization not in (None, saved.method):
-            raise ConfigFileError(
-                f"{MANIFEST} says quantization {show(saved.method)}, and "
-                f"{show(model_config.quantization)} was asked for",
-                file=MANIFEST,
-                hint="leave quantization out",
-            )
-        if saved.config is None:
-            named = replace(model_config, quantization=saved.method)
-            return super().get_quant_config(named)
-        try:
-            cls = get_quantization_config(saved.method)
-            check_act_dtype(cls, model_config)
-            return cls.from_saved(saved.config)
-        except (KeyError, TypeError, ValueError, UnknownNameError) as error:
-            raise ConfigFileError(
-                f"{MANIFEST}: quantization {show(saved.method)} cannot be made again: "
-                f"{type(error).__name__}: {printable(error)}",
-                file=MANIFEST,
-            ) from error
+        return saved_quant_config(self.manifest, model_config, super().get_quant_config)
 
     # -- loading -------------------------------------------------------------------------------
 
@@ -193,47 +167,16 @@ class ShardedStateLoader(BaseModelLoader):
             return
         entry = None if self.manifest is None else self.manifest.rank(self.rank)
         if self.processed:
-            self._check_layout(model)
+            check_layout(model, self.manifest)
         weights = self.catalogue(model_config)
         if self.manifest is None:
-            weights = self._without_doubles(model, weights)
+            weights = without_doubles(model, weights, self.skipped_tensors)
         place_by_key(
             model,
             weights,
             tied={} if entry is None else entry.tied,
             processed=self.processed,
         )
-
-    def _without_doubles(
-        self, model: nn.Module, weights: Iterator[tuple[str, torch.Tensor]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Of several names of one parameter, the first: others write the same dict of state."""
-        state, done = state_of(model), set[int]()
-        for name, tensor in weights:
-            target = state.get(name)
-            if target is not None and id(target) in done:
-                self.skipped_tensors[name] = "another name of a parameter that has its tensor"
-                continue
-            done.add(id(target))
-            yield name, tensor
-
-    def _check_layout(self, model: nn.Module) -> None:
-        """The layouts that this loadkit makes are those that were saved."""
-        saved = {} if self.manifest is None else dict(self.manifest.layout_versions)
-        here = layout_versions(model)
-        if saved != here:
-            names = sorted({name for name in saved | here if saved.get(name) != here.get(name)})
-            said = "; ".join(
-                f"{show(name)}: saved {saved.get(name, 'not')}, here {here.get(name, 'none')}"
-                for name in names
-            )
-            raise ShardedError(
-                f"the weights are in a layout that post-processing made, and it is another one "
-                f"here: {said}",
-                file=MANIFEST,
-                detail={"saved": saved, "here": here},
-                hint="save the model again with this version",
-            )
 
     @classmethod
     def rank_contents(cls, model: nn.Module, origin: Origin | None, topology: Topology) -> Contents:
@@ -248,6 +191,6 @@ class ShardedStateLoader(BaseModelLoader):
     @classmethod
     def save_model(cls, model: nn.Module, path: Any, **options: Any) -> SaveReport:
         """See ``loadkit.save`` with ``save_format="sharded_state"``."""
-        from loadkit_sharded_state.save import save_rank
+        from loadkit_sharded_state.save import save_model
 
-        return save_rank(model, path, {**cls.options, **cls.save_options}, **options)
+        return save_model(model, path, {**cls.options, **cls.save_options}, **options)

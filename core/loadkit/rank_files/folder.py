@@ -15,7 +15,7 @@ from loadkit.errors import UsageError
 from loadkit.file_checks import show_path
 from loadkit.folder_swap import CANNOT, fsync_folder
 from loadkit.output_file import write_error
-from loadkit_sharded_state.unfinished import UNFINISHED
+from loadkit.rank_files.unfinished import UNFINISHED
 
 __all__ = ["RankFolder"]
 

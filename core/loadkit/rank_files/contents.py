@@ -16,11 +16,11 @@ from loadkit.load_plan import problems_text
 from loadkit.manifest import Manifest, Quantization, RankEntry, Topology, WholeTensor
 from loadkit.origin import Origin
 from loadkit.processed_layout import processors_of
+from loadkit.rank_files.by_key import place_by_key
+from loadkit.rank_files.layouts import layout_versions
 from loadkit.retrace import Boxes, boxes_of, retrace
 from loadkit.safetensors_writer import entry_of
 from loadkit.tracing.given import Given
-from loadkit_sharded_state.by_key import place_by_key
-from loadkit_sharded_state.layouts import layout_versions
 
 __all__ = ["Contents", "contents_of"]
 

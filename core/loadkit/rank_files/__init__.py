@@ -1,0 +1,1 @@
+"""Saving what each rank of a model holds, and placing it again: whatever the files are."""
