@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from loadkit import plugins
-from loadkit.detect import detect_load_format
+from loadkit.config_lookup import find_quantization
+from loadkit.detect import Detected, detect_load_format
 from loadkit.errors import ConfigFileError, LoadkitError, OptionError
 from loadkit.text import printable
 
@@ -35,7 +36,6 @@ def format_of(source: Source) -> tuple[str, str]:
     listing = source.list()
     try:
         found = detect_load_format(listing)
-        return found.load_format, found.why
     except LoadkitError:
         answer = plugins.call(
             "detect_load_format", source=source.uri, files=listing, model_config=None
@@ -43,6 +43,29 @@ def format_of(source: Source) -> tuple[str, str]:
         if not answer:
             raise
         return str(answer), "a plugin recognised it"
+    return named_by_config(source, found) or (found.load_format, found.why)
+
+
+# Load formats that read the files of others, for checkpoints quantised by a method of their name.
+_OWN_FORMAT = {"bitsandbytes": ("safetensors", "pt")}
+
+
+def named_by_config(source: Source, found: Detected) -> tuple[str, str] | None:
+    """The load format that config.json's quantisation needs, and why; None: the files' own."""
+    from loadkit.hf_config import MAX_CONFIG_BYTES, HFConfig, parse_config
+
+    if all(info.name != "config.json" for info in source.list()):
+        return None
+    opened = source.open("config.json")
+    data = opened.read(0, min(opened.size, MAX_CONFIG_BYTES + 1))
+    if b"quant_method" not in data:
+        return None
+    values = parse_config(data, file="config.json")
+    stated = find_quantization(HFConfig.from_dict(values), file="config.json") or {}
+    method = stated.get("quant_method")
+    if found.load_format not in _OWN_FORMAT.get(str(method), ()):
+        return None
+    return str(method), f"config.json says quant_method {method!r}; {found.why}"
 
 
 def device_of(device: Any, load_config: LoadConfig) -> str:

@@ -52,7 +52,7 @@ def costs_of(turns: Sequence[Turn], reader: Reader, job: Job) -> Costs:
     aliases = reader.aliases and job.load_config.alias == "auto"
     _settle_aliases(targets, aliases, device)
     bill = Bill(reader)
-    read = requests = ring_bytes = kept = peak = 0
+    read = requests = ring_bytes = kept = peak = parameters = 0
     for turn in turns:
         staged: list[tuple[Target, Moves]] = []
         owned: dict[int, int] = {}
@@ -75,10 +75,12 @@ def costs_of(turns: Sequence[Turn], reader: Reader, job: Job) -> Costs:
         # While a module is finished, what it was and what it becomes are both there.
         peak = max(peak, kept + raw + (after if turn.module is not None and after != raw else 0))
         kept += after if turn.module is not None else raw
+        parameters += sum(target.nbytes for target in turn.targets if target.is_parameter)
+        if turn.module is not None and owned:
+            parameters += after - raw  # what its method makes of them
     rest = reader.survey_end()
     if not any(is_accelerator(device_of(target, device)) for target in targets):
         refuse_idle_ring(job.load_config)
-    parameters = sum(target.nbytes for target in targets if target.is_parameter)
     peak = max(peak, kept) + bill.staging + _constants(targets) + ring_bytes
     peak += reader.buffer_bytes()
     return Costs(

@@ -256,6 +256,13 @@ class TargetFinder:
             if misfit.kind == "SKIPPED":
                 self._skip(misfit.name, misfit.message)
                 continue
+            if misfit.kind == "METADATA":
+                file = self.recorder.files.get(misfit.name)
+                row = Row(
+                    misfit.name, file, None, None, None, "exact", "metadata", misfit.message
+                )
+                self.rows.append(row)
+                continue
             code = _MISFITS.get(misfit.kind, misfit.kind)
             problem = Problem(code, misfit.message, misfit.name, misfit.target, hint=misfit.hint)
             if code == "UNEXPECTED_TENSOR" and not self.job.strict:

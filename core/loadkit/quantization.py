@@ -119,6 +119,8 @@ def get_quant_config(
             found = _from_files(source, asked)
     values, file = found if found is not None else ({}, None)
     cls = _config_class(values, file, asked)
+    if found is not None and not _is_callers(model_config):
+        cls.check_load_format(values, load_config.load_format, file=file)
     try:
         config = cls.from_config(values)
     except LoadkitError:
@@ -140,6 +142,12 @@ def configure_quant_config(
     if quant_config is not None:
         packed = getattr(model_cls, "packed_modules_mapping", None) or {}
         quant_config.packed_modules_mapping = {key: list(value) for key, value in packed.items()}
+
+
+def _is_callers(model_config: ModelConfig) -> bool:
+    """Whether the caller wrote the config's description of its quantisation."""
+    keys = {part for key in model_config.hf_overrides for part in key.split(".")}
+    return not keys.isdisjoint(("quantization_config", "compression_config"))
 
 
 # A file that holds a quantisation's config -> the method, where the file does not say.

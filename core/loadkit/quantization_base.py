@@ -179,6 +179,21 @@ class QuantizationConfig(ABC):
             ConfigFileError: a key that is missing or has a bad value.
         """
 
+    @classmethod
+    def check_load_format(
+        cls, config: Mapping[str, Any], load_format: str, *, file: str | None
+    ) -> None:
+        """Refuse a load format that cannot bring a checkpoint which says this of itself.
+
+        Args:
+            config: what ``file`` says of the quantisation.
+            load_format: the one that is used.
+            file: where it says so.
+
+        Raises:
+            ConfigFileError: it cannot; names both.
+        """
+
     @abstractmethod
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method for a layer, by its type and dotted name; None: it is not quantised."""

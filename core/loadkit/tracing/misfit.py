@@ -7,7 +7,8 @@ from collections.abc import Callable
 __all__ = ["MisfitKind", "report_misfit", "set_sink"]
 
 MisfitKind = str
-"""UNEXPECTED (it has no place), SHAPE, SKIPPED (left out for a reason), or a problem's own code."""
+"""UNEXPECTED (it has no place), SHAPE, SKIPPED (left out for a reason), METADATA (read while
+planning, for what it says of others), or a problem's own code."""
 Sink = Callable[..., None]
 
 _sink: Sink | None = None
