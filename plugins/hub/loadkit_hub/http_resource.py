@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from loadkit.errors import ChangedError, DownloadError
 from loadkit.file_checks import show
-from loadkit.sources.http_client import HttpClient, Response, reason
-from loadkit.sources.patience import Patience
+from loadkit_hub.http_client import HttpClient, Response, reason
+from loadkit_hub.patience import Patience
 
 __all__ = ["HttpResource", "etag_of"]
 
@@ -38,6 +38,7 @@ class HttpResource:
         patience: makes the deadline of one transfer.
         refused: the error for a status that is neither 200 nor 206.
         check: looks at the first answer (its own and the hops' headers); raises if it is wrong.
+        arrived: told the number of bytes that came, from any thread.
     """
 
     def __init__(
@@ -49,9 +50,11 @@ class HttpResource:
         patience: Callable[[str], Patience],
         refused: Callable[[Response, str], BaseException],
         check: Callable[[Response], None] | None = None,
+        arrived: Callable[[int], None] | None = None,
     ) -> None:
         self.client, self.url, self.name, self.size = client, url, name, size
         self._patience, self._refused, self._check = patience, refused, check
+        self._arrived = arrived
         self._found: tuple[str, str | None] | None = None  # where it really is, and its ETag there
 
     def read_into(self, offset: int, into: memoryview) -> None:
@@ -86,17 +89,28 @@ class HttpResource:
                 continue
             try:
                 self._accept(response, at, end)
-                while at < end and (data := response.read(min(end - at, 1 << 20), patience)):
+                while at < end:
+                    data = self._some(response, end - at, patience)
+                    if not data:
+                        break
                     take(data)
                     at += len(data)
                     renewed = False
-            except (OSError, http.client.HTTPException) as error:
-                patience.pause(reason(error), most=ATTEMPTS)
-                continue
             finally:
                 response.close()
-            if at < end:
-                patience.pause("the connection was cut", most=ATTEMPTS)
+
+    def _some(self, response: Response, most: int, patience: Patience) -> bytes:
+        """Bytes as they come; none where the connection broke, after a pause."""
+        try:
+            data = response.read(min(most, 1 << 20), patience)
+        except (OSError, http.client.HTTPException) as error:
+            patience.pause(reason(error), most=ATTEMPTS)
+            return b""
+        if not data:
+            patience.pause("the connection was cut", most=ATTEMPTS)
+        elif self._arrived is not None:
+            self._arrived(len(data))
+        return data
 
     def _ask(self, at: int, end: int, patience: Patience) -> Response:
         url, etag = self._found or (self.url, None)

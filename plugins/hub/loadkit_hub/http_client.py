@@ -9,14 +9,14 @@ import ssl
 import threading
 from base64 import b64encode
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from loadkit.errors import DownloadError
-from loadkit.sources.patience import RETRIED, Patience, retry_after
 from loadkit.sources.shown import shown_source
 from loadkit.text import printable
+from loadkit_hub.patience import RETRIED, Patience, retry_after
 
 __all__ = ["HttpClient", "Response", "origin_of"]
 
@@ -69,7 +69,8 @@ class Response:
     connection: http.client.HTTPConnection
     client: HttpClient
     left: int | None = None  # bytes of the body that did not come yet; None: not known
-    done: bool = field(default=False)
+    done: bool = False
+    closed: bool = False
 
     def read(self, most: int, patience: Patience) -> bytes:
         """Some bytes of the body, as they come; none at its end.
@@ -81,7 +82,6 @@ class Response:
         if self.connection.sock is not None:
             self.connection.sock.settimeout(patience.timeout())
         data = self.body.read1(most)
-        self.client.count(len(data))
         patience.arrived(len(data))
         if self.left is not None:
             self.left -= len(data)
@@ -108,7 +108,10 @@ class Response:
         return b"".join(parts)
 
     def close(self) -> None:
-        """Give the connection back, or close it where bytes are left in it."""
+        """Give the connection back, or close it where bytes are left in it; may be called twice."""
+        if self.closed:
+            return
+        self.closed = True
         reusable = self.done and not self.body.will_close
         self.body.close()
         self.client.give_back(self, reusable)
@@ -129,16 +132,10 @@ class HttpClient:
     ) -> None:
         self.headers = {"Accept-Encoding": "identity", "User-Agent": "loadkit", **(headers or {})}
         self.credentials = dict(credentials or {})
-        self.bytes_fetched = 0
         self._lock = threading.Lock()
         self._idle: list[tuple[Origin, http.client.HTTPConnection]] = []
         self._closed = False
         self._tls: ssl.SSLContext | None = None
-
-    def count(self, nbytes: int) -> None:
-        """Bytes of bodies that came."""
-        with self._lock:
-            self.bytes_fetched += nbytes
 
     def get(
         self,

@@ -1,0 +1,1 @@
+"""Repositories of model hubs as sources: ``hf://``, plain repository names, ``modelscope://``."""
