@@ -79,11 +79,11 @@ def test_a_failed_load_gives_its_memory_back_at_once(
     loadkit.load(source, load_config=OWNED)
     last = fill.count
     before = held_bytes()
-    for _ in range(3):
+    for _ in range(8):  # what the C library keeps is not the same each time
         fill.count, fill.nth = 0, last
         with pytest.raises(ResourceError) as caught:
             loadkit.load(source, load_config=OWNED)
-        assert anonymous_bytes() - before < 8 << 20, caught  # the error is kept meanwhile
+        assert anonymous_bytes() - before < 4 << 20, caught  # the error is kept meanwhile
 
 
 def refuse_python() -> None:

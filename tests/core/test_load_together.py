@@ -15,6 +15,7 @@ import torch
 
 import loadkit
 from helpers.checkpoints import write_cfg, write_llama, write_st
+from helpers.cold import evict
 from helpers.gguf_blocks import quantised
 from helpers.gguf_files import LLAMA_KEYS, llama_tensors, write_gguf
 from helpers.loading_jobs import contents, place_of
@@ -429,6 +430,47 @@ def test_fault_31_a_bind_mount_that_one_rank_has(sources: dict[str, Path], tmp_p
         started.close()
     code, file, rank = same_for_all(found, "code", "file", "rank")
     assert (code, file, rank) == ("E_RANK_MISMATCH", good.name, 2)
+
+
+# -- a checkpoint that is not in memory ------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """About half a GiB of bfloat16."""
+    folder = tmp_path_factory.mktemp("large")
+    write_llama(
+        folder, shards=2, dtype=torch.bfloat16, hidden=2048, heads=16, kv_heads=8, ffn=5632,
+        vocab=16384, layers=4,
+    )  # fmt: skip
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("distribute", [None, "broadcast"])
+def test_a_cold_checkpoint_comes_from_the_disk_once(
+    large: Path, tp: int, distribute: str | None
+) -> None:
+    files = sorted(large.glob("*.safetensors"))
+    started = PlainRanks(tp)
+    config = LoadConfig(distribute=distribute, rank_timeout=60, use_tqdm_on_load=False)
+    arguments = {"source": large, "sizes": {"tp_size": tp}, "load_config": config}
+    try:
+        started.run("helpers.loading_jobs:load_cold", **arguments)  # what a first load imports
+        evict(*files)
+        found = started.run("helpers.loading_jobs:load_cold", **arguments)
+    finally:
+        started.close()
+    size = sum(file.stat().st_size for file in files)
+    taken = sum(each["disk_bytes"] for each in found)
+    if not taken:
+        pytest.skip("reads of this disk are not counted")
+    assert 0.9 * size <= taken <= 1.02 * size
+    for each in found:
+        assert each["anonymous_bytes"] <= 1.05 * each["parameter_bytes"] + (64 << 20)
+    if distribute:
+        assert sum(each["bytes_read"] for each in found) == found[0]["group"]
 
 
 # -- under a process that looks after its ranks ---------------------------------------------------

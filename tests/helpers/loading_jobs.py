@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import hashlib
 import os
 import signal
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 
 import loadkit
+from helpers.cold import disk_bytes
 from loadkit import rank_shares
 from loadkit.config import LoadConfig, ParallelConfig
 from loadkit.errors import LoadkitError, ReadError
@@ -184,3 +187,35 @@ def load_in_rank(rank: Any, *, source: str, who: int) -> None:
     loadkit.load(
         source, parallel=rank.parallel, load_config=config, process_group=rank.process_group
     )
+
+
+def load_cold(
+    rank: int, group: Any, *, source: Path, sizes: dict[str, int], load_config: LoadConfig
+) -> dict[str, Any]:
+    """Load and touch everything; what that took from the disk and of memory."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(
+        ctypes.c_size_t(0)
+    )  # what a load before has left to be used again
+    before = disk_bytes()
+    result = loadkit.load(
+        source,
+        parallel=place_of(rank, sizes),
+        load_config=load_config,
+        process_group=group,
+    )
+    for parameter in result.model.parameters():
+        parameter.detach().view(-1).view(torch.uint8)[::4096].sum()
+    report, plan = result.report, result.plan
+    taken = disk_bytes() - before
+    del result, parameter  # a model holds cycles, and this one may hold the file's pages
+    gc.collect()
+    return {
+        "disk_bytes": taken,
+        "anonymous_bytes": report.peak["host_anonymous_bytes"],
+        "parameter_bytes": report.parameter_bytes,
+        "bytes_read": report.bytes_read,
+        "group": plan.group_bytes_to_read,
+        "seconds": report.seconds,
+        "predicted": plan.predicted_peak_bytes,
+    }
