@@ -146,6 +146,13 @@ class QuantizationConfig(ABC):
         """
         return None
 
+    def to_config(self) -> Mapping[str, Any] | None:
+        """What a config.json's ``quantization_config`` says of such weights; None: none can.
+
+        Asked where the checkpoint's own config said nothing.
+        """
+        return None
+
     @classmethod
     def from_saved(cls, values: Mapping[str, Any]) -> QuantizationConfig:
         """The config that ``to_saved`` described.

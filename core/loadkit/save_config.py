@@ -124,8 +124,10 @@ def config_bytes(values: dict[str, Any], *, dtype: str | None, tied: bool) -> by
         raise UsageError(f"the config cannot be written as JSON: {error}") from error
 
 
-def check_unquantised(values: Mapping[str, Any] | None, origin: Origin | None) -> None:
-    """Refuse weights that are quantised in memory only: no config would say so.
+def check_unquantised(values: dict[str, Any] | None, origin: Origin | None) -> None:
+    """Refuse weights that are quantised in memory only, where no config could say so.
+
+    Where one could (``QuantizationConfig.to_config``), ``values`` say so from now on.
 
     Raises:
         UsageError: QUANTIZED.
@@ -134,6 +136,10 @@ def check_unquantised(values: Mapping[str, Any] | None, origin: Origin | None) -
     if method is None or values is None:
         return
     if find_quantization(HFConfig.from_dict(values), file="config.json") is None:
+        stated = method.to_config()
+        if stated is not None:
+            values["quantization_config"] = dict(stated)
+            return
         raise UsageError(
             f"the weights are held as {printable(method.get_name())} blocks, which config.json "
             "cannot say",

@@ -167,6 +167,8 @@ class _Finder:
     def parts(self, parameter: str, tensor: torch.Tensor, layer: nn.Module) -> list[Part]:
         """The checkpoint tensors of one parameter."""
         check_whole(parameter, tensor)
+        if (packed := self._packed(parameter, tensor, layer)) is not None:
+            return packed
         if self.by_rows and (named := self._as_read(parameter, tensor)) is not None:
             return named
         found = self.names.of(parameter)
@@ -184,6 +186,31 @@ class _Finder:
                 part = torch.empty_like(part, device="meta")
             parts.append(Part(name, part, parameter, make))
         self._check_complete(parameter, tensor, layer, parts, found)
+        return parts
+
+    def _packed(
+        self, parameter: str, tensor: torch.Tensor, layer: nn.Module
+    ) -> list[Part] | None:
+        """The tensors of a parameter whose method says itself what a checkpoint has of it.
+
+        ``quant_method.checkpoint_tensors(layer, name, shard_id)`` gives them by what is put after
+        the weight's name, or after a ``/`` in the place of its last component; None: it does not
+        say, none: they go with those of another parameter.
+        """
+        own = getattr(getattr(layer, "quant_method", None), "checkpoint_tensors", None)
+        if not callable(own):
+            return None
+        found = self.names.of(parameter)
+        leaf = parameter.rpartition(".")[2]
+        parts: list[Part] = []
+        for name, shard_id in found or []:
+            made = own(layer, leaf, shard_id)
+            if made is None:
+                return None
+            stem = name.rpartition(".")[0]
+            for suffix, part in made.items():
+                called = f"{stem}.{suffix[1:]}" if suffix.startswith("/") else name + suffix
+                parts.append(Part(called, part, parameter))
         return parts
 
     def _part(
