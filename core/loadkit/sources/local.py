@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from loadkit.errors import PathError
 from loadkit.file_checks import show, show_path
-from loadkit.sources.base import FileInfo, Source
+from loadkit.sources.base import File, FileInfo, Source
 from loadkit.sources.local_file import LocalFile, read_error
 from loadkit.sources.paths import (
     allowed_roots,
@@ -83,7 +83,7 @@ class LocalSource(Source):
         self.root = resolve(path, self.uri)
         self._blobs = [os.path.realpath(folder) for folder in blob_roots(self.root)]
         self._allowed = [self.root, *blob_roots(self.root), *allowed_roots(load_config)]
-        self._open: dict[str, LocalFile] = {}
+        self._open: dict[str, File] = {}
         self._lock = threading.Lock()
         if self.single is not None:
             self.open(self.single)
@@ -156,7 +156,7 @@ class LocalSource(Source):
 
     # -- opening ---------------------------------------------------------------------------------
 
-    def open(self, name: str) -> LocalFile:
+    def open(self, name: str) -> File:
         """Open a file of the root, once; later calls give the same one.
 
         Raises:
@@ -183,7 +183,11 @@ class LocalSource(Source):
             )
         return target
 
-    def opened(self) -> Sequence[LocalFile]:
+    def adopt(self, file: File) -> None:
+        with self._lock:
+            self._open[file.name] = file
+
+    def opened(self) -> Sequence[File]:
         """The files that are open, by name."""
         with self._lock:
             return [self._open[name] for name in sorted(self._open)]
