@@ -130,8 +130,8 @@ def _restore_layout(module: nn.Module, tensors: dict[str, torch.Tensor]) -> None
         if callable(restore):
             restore(*arguments, tensors)
             return
-    for name in [*module._parameters]:
-        if name not in tensors:
+    for name, param in [*module._parameters.items()]:
+        if name not in tensors and param is not None:  # None: a bias that the layer does not have
             del module._parameters[name]
     for name, meta in tensors.items():
         old = module._parameters.get(name)
