@@ -50,6 +50,9 @@ class LoadConfig:
     use_tqdm_on_load: bool = option(bool, True, "show progress")
     device: str | None = option(str, None, "where the weights go: cpu, cuda:0", pattern=_DEVICE)
     reader: str = option(str, "auto", "what moves the bytes; auto decides", pattern=_NAME)
+    reader_options: Mapping[str, Any] = option(
+        dict, FrozenDict(), "options of the reader that is named; an object or its JSON text"
+    )
     alias: str = option(
         str, "auto", "whether parameters may be views of the file", choices=("auto", "never")
     )
@@ -101,10 +104,10 @@ class LoadConfig:
     )
 
     def __post_init__(self) -> None:
-        given: Any = self.model_loader_extra_config
-        if isinstance(given, str):
-            value = json_value(given, "model_loader_extra_config")
-            object.__setattr__(self, "model_loader_extra_config", value)
+        for name in ("model_loader_extra_config", "reader_options"):
+            given: Any = getattr(self, name)
+            if isinstance(given, str):
+                object.__setattr__(self, name, json_value(given, name))
         device: Any = self.device
         if type(device).__name__ == "device":
             object.__setattr__(self, "device", str(device))  # a torch.device

@@ -45,6 +45,10 @@ def check_strategy(load_config: LoadConfig) -> None:
         OptionError: names them, and what to do.
     """
     strategy, reader = load_config.safetensors_load_strategy, load_config.reader
+    if load_config.reader_options and reader == "auto":
+        hint = "name the reader that they are for"
+        given = dict(load_config.reader_options)
+        raise _against("reader_options", given, "reader", reader, hint)
     if strategy == "torchao":
         raise OptionError(
             "LoadConfig.safetensors_load_strategy = 'torchao' is for checkpoints of torchao's "

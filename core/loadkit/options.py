@@ -19,7 +19,7 @@ from loadkit.frozen import FrozenDict, freeze
 from loadkit.json_safe import parse_json
 from loadkit.text import nearest, printable
 
-__all__ = ["OptionSpec", "option", "unknown_option", "validate_extra_config"]
+__all__ = ["OptionSpec", "option", "unknown_option", "validate_extra_config", "validate_options"]
 
 _MAX_JSON = 1 << 20  # bytes of JSON text in an option
 _WORDS = {"true": True, "yes": True, "on": True, "1": True}
@@ -257,6 +257,17 @@ def validate_extra_config(
     owner = f"model_loader_extra_config of load format '{printable(load_format, 64)}'"
     if isinstance(given, str):
         given = json_value(given, "model_loader_extra_config")
+    return validate_options(options, given, owner)
+
+
+def validate_options(
+    options: Mapping[str, OptionSpec], given: Mapping[str, Any] | None, owner: str
+) -> FrozenDict:
+    """Given values as somebody who declares ``options`` takes them, with the defaults of the rest.
+
+    Raises:
+        OptionError: unknown key (with the accepted and the nearest), wrong type, out of range.
+    """
     if given is None:
         given = {}
     if not isinstance(given, Mapping):

@@ -220,13 +220,19 @@ class Ring:
                 self._made += 1
         try:
             if slot is None:
-                return _Slot(self._layer.host_buffer(self._size.slot_bytes))
+                return _Slot(self._new_slot(self._size.slot_bytes))
             if slot.event is not None:
                 slot.event.wait()
         except Exception as error:
             raise self._typed(error, "the staging ring") from error
         slot.event = None
         return slot
+
+    def _new_slot(self, nbytes: int) -> torch.Tensor:
+        """Where the reader's bytes land before they are copied: on the device, if it can."""
+        if self._reader.onto_device:
+            return self._layer.empty(nbytes, torch.uint8)
+        return self._layer.host_buffer(nbytes)
 
     def _launch(
         self, work: Callable[[], None], what: str, source: torch.Tensor | None = None

@@ -21,7 +21,7 @@ _RING = ("staging_slots", "staging_slot_bytes")
 _EVERY_LOAD = frozenset(
     {
         *("alias", "device", "load_format", "missing_ok", "model_loader_extra_config"),
-        *("num_threads", "reader", "trust_remote_code", "use_tqdm_on_load"),
+        *("num_threads", "reader", "reader_options", "trust_remote_code", "use_tqdm_on_load"),
         *("digest_store", "local_ranks", "verify"),
         *("allowed_roots", "subfolder"),  # every source
         *("distribute", "rank_timeout"),  # see ``load_group``: they need a process group

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from loadkit.errors import ReadError
+from loadkit.errors import OptionError, ReadError
+from loadkit.options import validate_options
 from loadkit.readers.file_systems import LOCAL_FILE_SYSTEMS, may_alias
 from loadkit.readers.surroundings import Surroundings
 from loadkit.text import printable
@@ -104,6 +105,9 @@ def _why_not_mmap(
         return "there are no files"
     for file in files:
         allowed, why = may_alias(file, around.kind)
+    if name == load_config.reader:
+        options = getattr(make, "options", {})
+        validate_options(options, load_config.reader_options, f"reader '{printable(name, 64)}'")
         if not allowed:
             return f"{printable(file.name)}: {why}"
     return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from loadkit.config import LoadConfig
+    from loadkit.options import OptionSpec
     from loadkit.sources.base import File
 
 
@@ -59,13 +60,18 @@ class Reader(ABC):
         streaming: set by who goes forward through files in many small calls and has no plan of
             them (``iter_weights``). A reader may then keep bytes between calls, and what
             ``survey`` says need not hold.
+        options: the keys of ``LoadConfig.reader_options`` that it accepts.
+        onto_device: it fills memory of an accelerator too: what goes there is read into buffers
+            on the device, not into pinned ones of the host.
         remarks: sentences for the report's warnings.
     """
 
     name: ClassVar[str]
     aliases: ClassVar[bool] = False  # whether ``view`` works
     concurrent: ClassVar[bool] = False  # whether several threads may call ``read`` at once
+    options: ClassVar[Mapping[str, OptionSpec]] = {}
     streaming: bool = False
+    onto_device: bool = False
 
     def __init__(self, load_config: LoadConfig) -> None:
         self.load_config = load_config
@@ -94,6 +100,10 @@ class Reader(ABC):
             TruncatedError: a file ended early.
             ReadError: the operating system failed; ``errno``, ``file``, ``tensor``, ``offset`` set.
         """
+
+    def reads_remote(self, file: File) -> bool:
+        """Whether it reads a file that is not on this machine, from where that is."""
+        return False
 
     def view(self, file: File, offset: int, nbytes: int) -> torch.Tensor:
         """A uint8 view [nbytes] of a private mapping, for readers with ``aliases``."""

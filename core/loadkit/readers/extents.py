@@ -29,14 +29,19 @@ def buffer_at(address: int, nbytes: int) -> memoryview:
     return view
 
 
-def check_extent(extent: Extent) -> None:
+def check_extent(extent: Extent, *, devices: bool = False) -> None:
     """Refuse an extent that would write outside its destination or write a byte twice.
+
+    Args:
+        extent: the extent.
+        devices: its memory may be an accelerator's.
 
     Raises:
         ValueError: the caller's arithmetic is wrong. Nothing was read.
     """
     dest, rows, row_bytes = extent.dest, extent.rows, extent.row_bytes
-    if dest.dtype != torch.uint8 or dest.device.type != "cpu" or dest.dim() != 1:
+    here = dest.device.type == "cpu" or (devices and dest.device.type != "meta")
+    if dest.dtype != torch.uint8 or not here or dest.dim() != 1:
         raise ValueError(
             f"{extent.tensor}: a destination is a 1-d uint8 CPU tensor, "
             f"not {dest.dim()}-d {dest.dtype} on {dest.device}"
