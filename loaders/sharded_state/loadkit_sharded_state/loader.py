@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from loadkit import tables
 from loadkit.base_loader import BaseModelLoader
 from loadkit.manifest import Manifest, Topology
 from loadkit.options import OptionSpec
@@ -40,9 +38,6 @@ class ShardedStateLoader(BaseModelLoader):
     At the topology that they were saved at, each rank takes its own files' tensors by key, which
     on a CPU are views of them. At another one the checkpoint's tensors are put together from all
     ranks' parts, and the model's own loading code cuts what this rank holds.
-
-    ``runai_streamer_sharded`` is the same files read by the reader ``runai``, where that is
-    installed and no other reader is named.
     """
 
     options: ClassVar[Mapping[str, OptionSpec]] = {
@@ -70,9 +65,6 @@ class ShardedStateLoader(BaseModelLoader):
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(load_config)
         self._pattern = FilePattern(str(self.extra_config["pattern"]))
-        streamed = load_config.load_format == "runai_streamer_sharded"
-        if streamed and load_config.reader == "auto" and "runai" in tables.readers.names():
-            self.load_config = replace(load_config, reader="runai")
 
     @classmethod
     def read_model_config(
