@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from loadkit.config import LoadConfig, LoadkitConfig, ModelConfig
+    from loadkit.integrity.digests import FileDigests
     from loadkit.multithread import Multithread
     from loadkit.parallel_config import ParallelConfig
     from loadkit.quantization_base import QuantizationConfig
-    from loadkit.sources.base import Source
+    from loadkit.sources.base import File, Source
     from loadkit.tracing.given import Given
     from loadkit.tracing.lazy_tensor import Offered
 
@@ -104,6 +105,15 @@ class BaseModelLoader(ABC):
     def checksums(self, name: str) -> Sequence[Checksum]:
         """What a weight file keeps of its own bytes, in order; compared by ``verify="digest"``
         where nobody else says what the file should hold.
+        """
+        return ()
+
+    def own_digests(self, files: Sequence[File]) -> Sequence[FileDigests]:
+        """What files say of their own bytes, for formats that compare it in every load, whatever
+        ``verify`` is; a manifest and a hub go before it.
+
+        Args:
+            files: those that are read.
         """
         return ()
 

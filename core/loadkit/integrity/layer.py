@@ -14,6 +14,7 @@ from loadkit.integrity.expected import check_sizes, expected_digests, sidecars
 from loadkit.integrity.reader import VerifyingReader
 from loadkit.integrity.sidecar import Record, Sidecar
 from loadkit.integrity.tally import Tally
+from loadkit.manifest import MANIFEST
 from loadkit.readers.base import Reader
 from loadkit.tracing.expressions import Src
 from loadkit.tracing.lazy_tensor import LazyTensor
@@ -65,15 +66,20 @@ class Verification:
             self._digests, self.warnings = expected_digests(
                 loader.source, files, self._sidecars, loader.checksums
             )
+        for own in loader.own_digests(files):
+            known = self._digests.get(id(own.file))
+            if known is None or (known.whole is None and known.origin != MANIFEST):
+                self._digests[id(own.file)] = own
+            self.warnings += [own.remark] if own.remark else []
 
     def around(self, reader: Reader, also: Iterable[str] = ()) -> Reader:
-        """The reader, verifying if that was asked for.
+        """The reader, verifying if that was asked for, or if the format always does.
 
         Args:
             reader: who reads.
             also: tensors, by checkpoint name, whose bytes are used and do not pass through it.
         """
-        if self.mode != "digest":
+        if self.mode != "digest" and not self._digests:
             return reader
         layer = VerifyingReader(reader, self._digests, self._names, self._tally, self._keep)
         self._index()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,24 +13,11 @@ from loadkit.readers.windows import Cut, cut, meeting, place_of
 __all__ = ["Check", "chunks", "outside", "part_of"]
 
 
-class _Crc32:
-    """A CRC-32 with the methods of a hash."""
-
-    def __init__(self) -> None:
-        self._value = 0
-
-    def update(self, data: memoryview) -> None:
-        self._value = zlib.crc32(data, self._value)
-
-    def hexdigest(self) -> str:
-        return f"{self._value:08x}"
-
-
 class Check:
     """Digests of one unit while its bytes pass: its own, and those of its blocks to record."""
 
     def __init__(self, found: FileDigests, unit: int) -> None:
-        self.whole = _Crc32() if found.algorithm == "crc32" else hashlib.sha256()
+        self.whole = found.hash_of(unit)
         self.blocks: dict[int, str] = {}
         start, end = found.unit(unit)
         self._is_block = start % BLOCK == 0 and end == min(start + BLOCK, found.file.size)
