@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -34,8 +34,9 @@ from loadkit.turns import Turn
 
 if TYPE_CHECKING:
     from loadkit.mapper import WeightsMapper
+    from loadkit.parallel_config import ParallelConfig
 
-__all__ = ["LoadResult", "load", "load_into", "load_model", "plan", "run_line"]
+__all__ = ["LoadResult", "load", "load_into", "load_model", "plan", "plan_ranks", "run_line"]
 
 
 _UNUSABLE = "loadkit_unusable"  # attribute of a model whose load failed half-way: why
@@ -67,6 +68,9 @@ def _run_line(job: Job, watch: Stopwatch, ranks: LoadGroup) -> LoadResult:
     before = sys.exception()
     try:
         with PeakMeter(device=job.device) as meter, memory_errors():
+            if any(not file.local for file in job.source.opened()):
+                with watch.step("download"), ranks.step("download"):
+                    job.source.make_local(job.loader.files)
             with watch.step("build"), ranks.step("build"), collector_paused():
                 built = build(job)
             recorder = built.recorder
@@ -217,6 +221,7 @@ def _report(
         bytes_read=done.bytes_read,
         aliased_bytes=done.aliased_bytes,
         requests=plan.requests,
+        bytes_fetched=job.source.bytes_fetched,
         bytes_sent=planned.share.bytes_sent if planned.share else 0,
         bytes_received=planned.share.bytes_received if planned.share else 0,
         parameter_bytes=plan.parameter_bytes,
@@ -297,6 +302,20 @@ def plan(source: str | os.PathLike[str], **options: Any) -> LoadPlan:
         LoadkitError: the source, its config or a name cannot be resolved. What is wrong between
             checkpoint and model is in ``problems`` instead.
     """
+    return _plan(source, options, [])
+
+
+def plan_ranks(
+    source: str | os.PathLike[str], ranks: Iterable[ParallelConfig], **options: Any
+) -> Iterator[LoadPlan]:
+    """``plan`` of several ranks of one layout, one after the other."""
+    needs: list[bytes] = []
+    for parallel in ranks:
+        yield _plan(source, {**options, "parallel": parallel}, needs)
+
+
+def _plan(source: str | os.PathLike[str], options: dict[str, Any], needs: list[bytes]) -> LoadPlan:
+    """One rank's plan. ``needs``: what each rank needs, found out once where one has to know."""
     job = resolve(source, **options)
     try:
         try:
@@ -304,7 +323,8 @@ def plan(source: str | os.PathLike[str], **options: Any) -> LoadPlan:
                 built = build(job)
                 planned = make_plan(job, built)
                 if job.load_config.distribute and planned.plan.ok:
-                    share_out(job, planned, needs_of_world(source, options, job, planned))
+                    needs += needs_of_world(source, options, job, planned) if not needs else ()
+                    share_out(job, planned, needs)
         except ModelError as error:
             return plan_without_model(job, error)
         planned.reader.close()

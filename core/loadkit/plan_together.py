@@ -41,16 +41,21 @@ def share(group: LoadGroup, job: Job, planned: Planned) -> None:
     _settle(planned, arrivals, needs, group, group.rank)
 
 
-def share_out(job: Job, planned: Planned, needs: Sequence[Needs]) -> None:
-    """The same for a plan by which nobody loads yet, where the needs of all are known."""
+def share_out(job: Job, planned: Planned, found: Sequence[bytes]) -> None:
+    """The same for a plan by which nobody loads yet; ``found`` is what ``needs_of_world`` gave."""
     arrivals = Arrivals(planned.plan.targets, torch.device(job.device))
-    _settle(planned, arrivals, needs, ALONE, job.config.parallel_config.rank)
+    mine = job.config.parallel_config.rank
+    needs = [
+        arrivals.needs if rank == mine else decode(each, job.source.open)
+        for rank, each in enumerate(found)
+    ]
+    _settle(planned, arrivals, needs, ALONE, mine)
 
 
 def needs_of_world(
     source: str | os.PathLike[str], options: Mapping[str, Any], job: Job, planned: Planned
-) -> list[Needs]:
-    """What each rank of a layout needs: every rank but one's own is planned for that."""
+) -> list[bytes]:
+    """What each rank of a layout needs, encoded: every rank but one's own is planned for that."""
     from loadkit.build import build
     from loadkit.plan import make_plan
     from loadkit.resolve import resolve
@@ -59,14 +64,15 @@ def needs_of_world(
     found = []
     for rank, place in enumerate(_world_of(parallel)):
         if rank == parallel.rank:
-            found.append(Arrivals(planned.plan.targets, torch.device(job.device)).needs)
+            mine = Arrivals(planned.plan.targets, torch.device(job.device))
+            found.append(encode(mine.needs))
             continue
         other = resolve(source, **{**options, "parallel": place})
         try:
             made = make_plan(other, build(other))
             made.reader.close()
             needs = Arrivals(made.plan.targets, torch.device(other.device)).needs
-            found.append(decode(encode(needs), job.source.open))
+            found.append(encode(needs))
         finally:
             other.close()
     return found
@@ -94,8 +100,8 @@ def _settle(
         requests=mine.requests + alone.requests + rest.requests,
         group_bytes_to_read=share.shares.nbytes,
         predicted_peak_bytes=plan.predicted_peak_bytes + share.staging_bytes,
-        reader_why=f"{plan.reader_why}; each of {len(needs)} ranks reads a part of what all need "
-        "and sends the others theirs, so no parameter is a view of a file",
+        reader_why=f"each of {len(needs)} ranks reads a part of what all need and sends the others "
+        f"theirs, so no parameter is a view of a file; {plan.reader_why}",
     )
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,8 +67,6 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def write_cfg_like(source: Path, folder: Path, **changes: Any) -> None:
-    import json
-
     config = json.loads((source / "config.json").read_text())
     write_cfg(folder, **{**config, **changes})
 
@@ -490,3 +491,45 @@ def test_a_rank_started_by_loadkit_has_the_group_and_its_error_names_one_rank(
     assert str(caught.value).startswith("rank 1 of 2: the disk is on strike")
     assert "rank 0" not in str(caught.value)
     assert torch.distributed.is_initialized() is False
+
+
+@pytest.mark.slow
+def test_the_command_line_loads_together(sources: dict[str, Path]) -> None:
+    command = [sys.executable, "-m", "loadkit.cli", "load", str(sources["llama"]), "--json"]
+    command += ["--tp", "2", "--set", "distribute=broadcast"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert [rank["tp_rank"] for rank in found["ranks"]] == [0, 1]
+    whole = loadkit.plan(sources["llama"]).bytes_needed
+    assert sum(rank["bytes_read"] for rank in found["ranks"]) == whole
+    assert found["load_format"] == "safetensors"
+
+
+@pytest.mark.slow
+def test_the_command_line_tells_the_one_cause(sources: dict[str, Path], tmp_path: Path) -> None:
+    bad = tmp_path / "bad"
+    shutil.copytree(sources["llama"], bad)
+    shard = bad / "model-00002-of-00002.safetensors"
+    with shard.open("r+b") as file:
+        file.write(b"\xff" * 16)
+    command = [sys.executable, "-m", "loadkit.cli", "load", str(bad), "--tp", "2"]
+    done = subprocess.run(
+        [*command, "--set", "distribute=broadcast"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert lines[0].startswith("error: E_HEADER: rank ")
+    assert done.stderr.count("E_HEADER") == 1
+    assert shard.name in done.stderr
+
+
+def test_the_command_line_plans_a_whole_layout_at_once(sources: dict[str, Path]) -> None:
+    from click.testing import CliRunner
+
+    from loadkit.cli.app import cli
+
+    command = ["plan", str(sources["llama"]), "--tp", "4", "--set", "distribute=broadcast"]
+    found = json.loads(CliRunner().invoke(cli, [*command, "--json"]).stdout)
+    reads = [rank["bytes_to_read"] for rank in found["ranks"]]
+    assert found["distribute"] == "broadcast"
+    assert sum(reads) == found["group_bytes_to_read"] == loadkit.plan(sources["llama"]).bytes_needed

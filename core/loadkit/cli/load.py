@@ -5,13 +5,17 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from loadkit.cli.options import ModelRequest, model_options
 from loadkit.cli.output import LONG_NAME, Output, human_bytes
+from loadkit.sources.shown import shown_source
 from loadkit.text import printable
+
+if TYPE_CHECKING:
+    from loadkit.config import ParallelConfig
 
 __all__ = ["command"]
 
@@ -25,19 +29,29 @@ def command(out: Output, request: ModelRequest) -> int:
     """Load SOURCE and report what it took.
 
     With --rank that rank is loaded, else every rank of --tp and --pp, one after the other in this
-    process, each freed before the next.
+    process, each freed before the next. With --set distribute=broadcast one process per rank is
+    started, and they load together.
     """
     from loadkit import loader
 
     keywords = request.keywords(progress=sys.stderr.isatty() and not out.as_json)
     document: dict[str, Any] = {"ok": True}
     reports: list[dict[str, Any]] = []
-    for parallel in request.ranks():
+    world = request.ranks()
+    together = request.rank is None and keywords["load_config"].distribute is not None
+    if together:
+        from loadkit.load_ranks import load_on_ranks
+
+        for parallel, found in zip(
+            world, load_on_ranks(request.source, world, keywords), strict=True
+        ):
+            reports.append(_where(parallel) | found.pop("report"))
+            document |= found
+    for parallel in () if together else world:
         result = loader.load(request.source, parallel=parallel, **keywords)
         for key in ("architecture", "model_class", "distribution", "load_format"):
             document.setdefault(key, getattr(result.plan, key))
-        where = {f"{axis}_rank": getattr(parallel, f"{axis}_rank") for axis in ("tp", "pp", "ep")}
-        reports.append(where | result.report.to_dict())
+        reports.append(_where(parallel) | result.report.to_dict())
         del result  # a model holds cycles: what it takes must be gone before the next rank
         gc.collect()
     if out.as_json:
@@ -45,6 +59,10 @@ def command(out: Output, request: ModelRequest) -> int:
     else:
         _show(out, request, document, reports)
     return 0
+
+
+def _where(parallel: ParallelConfig) -> dict[str, int]:
+    return {f"{axis}_rank": getattr(parallel, f"{axis}_rank") for axis in ("tp", "pp", "ep")}
 
 
 def _show(
@@ -55,7 +73,7 @@ def _show(
 ) -> None:
     keys = ("architecture", "model_class", "distribution", "load_format")
     labels = [(key.replace("_", " "), document.get(key)) for key in keys]
-    out.fields([("source", request.source), *labels])
+    out.fields([("source", shown_source(request.source)), *labels])
     for report in reports:
         out.line()
         tp, pp, ep = (report[f"{axis}_rank"] for axis in ("tp", "pp", "ep"))

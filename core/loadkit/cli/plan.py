@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import click
@@ -13,6 +13,7 @@ from loadkit.cli.failures import problem_lines
 from loadkit.cli.grouping import GROUP_HEADERS, grouped
 from loadkit.cli.options import ModelRequest, model_options
 from loadkit.cli.output import Output, human_bytes
+from loadkit.sources.shown import shown_source
 
 __all__ = ["command"]
 
@@ -23,7 +24,7 @@ HEAD = (
 )  # fmt: skip
 # What it says of each rank: bytes, then how they are read.
 SIZES = ("bytes_needed", "bytes_to_read", "parameter_bytes", "predicted_peak_bytes")
-READS = ("requests", "read_amplification")
+READS = ("requests", "read_amplification", "bytes_fetched")
 ROW_HEADERS = ["tensor", "file", "source", "parameter", "target", "exact", "kind"]
 
 
@@ -62,12 +63,21 @@ def _plan_ranks(request: ModelRequest, *, with_rows: bool) -> tuple[dict[str, An
     ranks: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
     first: list[Any] = []
-    for parallel in request.ranks():
-        plan = loader.plan(request.source, parallel=parallel, **keywords)
+    world = request.ranks()
+    together = keywords["load_config"].distribute is not None
+    plans: Iterable[Any] = (
+        loader.plan_ranks(request.source, world, **keywords)  # each needs to know of the others
+        if together
+        else (loader.plan(request.source, parallel=each, **keywords) for each in world)
+    )
+    for parallel, plan in zip(world, plans, strict=True):
         if not first:
             first.append(plan)
             document |= {key: getattr(plan, key) for key in HEAD}
             document["notes"] = [note.to_dict() for note in plan.notes]
+            if together:
+                keys = ("distribute", "group_bytes_to_read")
+                document |= {key: getattr(plan, key) for key in keys}
         where = {f"{axis}_rank": getattr(parallel, f"{axis}_rank") for axis in ("tp", "pp", "ep")}
         ranks.append(where | {key: getattr(plan, key) for key in (*SIZES, *READS)})
         document["ok"] = document["ok"] and plan.ok
@@ -90,7 +100,7 @@ def _show(
 ) -> None:
     out.fields(
         [
-            ("source", request.source),
+            ("source", shown_source(request.source)),
             ("config", config_summary(request)),
             ("architecture", document["architecture"]),
             ("model class", _from(document["model_class"], document["distribution"])),
@@ -115,6 +125,12 @@ def _show(
         ],
         right=heads,
     )
+    fetched = sum(rank["bytes_fetched"] for rank in document["ranks"])
+    if fetched:
+        out.line(f"fetched over the network for this: {human_bytes(fetched)}")
+    if "distribute" in document:
+        read = human_bytes(document["group_bytes_to_read"])
+        out.line(f"all ranks of the layout together read {read}, each byte once")
     out.line()
     if with_rows:
         _show_rows(out, document["rows"])
