@@ -68,6 +68,7 @@ def iter_weights(
     before = sys.exception()
     try:
         refuse_idle_ring(job.load_config)
+        job.source.make_local(job.loader.files)
         ahead = job.loader.multithread
         config = replace(job.load_config, alias="never")
         if ahead is not None:

@@ -72,6 +72,16 @@ class LoadConfig:
         float, 60.0, "seconds of silence after which a rank is given up", low=0.5, high=86_400
     )
     stream: bool = option(bool, False, "read remote ranges without a local copy")
+    network_timeout: float = option(
+        float,
+        30.0,
+        "seconds of a connection's silence before it is tried again",
+        low=0.05,
+        high=3600,
+    )
+    network_deadline: float = option(
+        float, 300.0, "seconds that one transfer may take beside its bytes", low=0.1, high=86_400
+    )
     num_threads: int = option(int, 0, "threads that read; 0 decides", low=0, high=1024)
     local_ranks: int = option(
         int,
@@ -88,7 +98,9 @@ class LoadConfig:
     )
     revision: str | None = option(str, None, "branch, tag or commit of a hub repository")
     subfolder: str | None = option(str, None, "folder of the source that holds the checkpoint")
-    cache_dir: str | None = option(Path, None, "folder of the hub's cache")
+    cache_dir: str | None = option(
+        Path, None, "folder that keeps what was fetched: the hub's cache, or ours"
+    )
     allowed_roots: tuple[str, ...] = option(tuple, (), "more folders that links may lead to")
     missing_ok: Mapping[str, str] = option(
         (dict, tuple), FrozenDict(), "parameters that may stay unwritten: pattern -> reason"

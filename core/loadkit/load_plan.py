@@ -57,7 +57,8 @@ class Row:
 
     ``exact`` is "exact" (only the region is read), "whole" (an operation needs all of a tensor) or
     "opaque" (the tensor came as real data). ``kind``: copy, cast, compute, fused, fill, tied,
-    skipped, ... ``reason`` says why a skipped tensor has no target.
+    skipped, metadata (it says how others are stored, and was read for that while planning), ...
+    ``reason`` says why a tensor has no target.
     """
 
     tensor: str | None
@@ -103,6 +104,7 @@ class LoadPlan:
         distribute: how the ranks of a group share what they read; None: each reads for itself.
         group_bytes_to_read: where they share it, what all ranks together read: each byte that
             anybody needs, once. ``bytes_to_read`` is this rank's part of it then.
+        bytes_fetched: bytes of headers and small files that came over a network to make it.
         data_read_bytes: payload bytes that loader code asked for while it was traced.
     """
 
@@ -130,6 +132,7 @@ class LoadPlan:
     requests: int = 0
     distribute: str | None = None
     group_bytes_to_read: int = 0
+    bytes_fetched: int = 0
     targets: tuple[Target, ...] = field(default=(), repr=False, compare=False)
 
     @property

@@ -121,6 +121,8 @@ def reader_for(
         UsageError: no such reader.
     """
     check_strategy(load_config)
+    if any(not file.local for file in files):
+        return _of_remote(load_config, files, device)
     around = around or Surroundings()
     strategy = load_config.safetensors_load_strategy
     if strategy == "eager":
@@ -138,6 +140,21 @@ def reader_for(
     return ReaderChoice(
         PrefetchingReader(choice.reader), f"{choice.why}; prefetched into the page cache: {why}"
     )
+
+
+def _of_remote(load_config: LoadConfig, files: Sequence[File], device: str) -> ReaderChoice:
+    """Ranges. What strategies do is done to local files."""
+    options = load_config.options()
+    given = [
+        name
+        for name in sorted(SAFETENSORS_OPTIONS)
+        if getattr(load_config, name) != options[name].default
+    ]
+    if given and load_config.stream:
+        first = given[0]
+        hint = "ranges of remote files are read as they are wanted; leave one of them out"
+        raise _against(first, getattr(load_config, first), "stream", True, hint)
+    return choose_reader(load_config, files, device)
 
 
 def _lazy(

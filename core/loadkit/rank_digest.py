@@ -32,6 +32,7 @@ _OWN = frozenset(
     | {"allowed_roots", "local_ranks", "staging_slots", "staging_slot_bytes", "digest_store"}
     | {"safetensors_load_strategy", "safetensors_prefetch_num_threads"}
     | {"safetensors_prefetch_block_size", "rank_timeout"}
+    | {"network_timeout", "network_deadline"}
 )
 
 

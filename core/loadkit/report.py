@@ -33,6 +33,7 @@ class LoadReport:
         bytes_read: what was taken from the files: those, gaps, and mapped extents; no headers.
         aliased_bytes: part of ``bytes_read`` that is mapped and not copied.
         requests: reads it took, after neighbours were joined; a view takes none.
+        bytes_fetched: bytes of files that came over a network: headers, and what was tried again.
         bytes_sent: to other ranks, where they share what they read; ``bytes_received`` from them.
         parameter_bytes: what the parameters hold.
         peak: ``host_anonymous_bytes`` and ``device_bytes``, above the start of the load.
@@ -56,6 +57,7 @@ class LoadReport:
     bytes_read: int = 0
     aliased_bytes: int = 0
     requests: int = 0
+    bytes_fetched: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
     parameter_bytes: int = 0

@@ -176,8 +176,8 @@ def job_for_module(
     cls = type(module)
     return Job(
         config,
-        opened,
-        os.fspath(source),
+        loader.source,
+        opened.uri,
         loader,
         why,
         cls,
@@ -261,7 +261,7 @@ def _job(
     loader.config = config
     return Job(
         config=config,
-        source=source,
+        source=loader.source,  # it may have joined another one to it
         source_name=source.uri,
         loader=loader,
         load_format_why=why,

@@ -102,14 +102,17 @@ def test_a_file_of_another_user_is_not_mapped(
     assert can_alias(file) == (False, f"user {owner} owns it and may write it")
 
 
-def test_a_file_without_a_path_is_read_and_not_mapped() -> None:
+def test_a_file_that_is_not_here_is_asked_for_by_ranges() -> None:
     import torch
 
     from loadkit.readers.base import Extent
 
     remote = RemoteFile(content(1000))
     choice = choose_reader(LoadConfig(), [remote], "cpu")
-    assert (choice.reader.name, choice.why) == ("pread", "far/weights.bin: it is not a local file")
+    assert (choice.reader.name, choice.why) == (
+        "range",
+        "remote files: ranges of them are requested",
+    )
     dest = torch.zeros(300, dtype=torch.uint8)
     assert choice.reader.read([Extent(remote, 7, 100, 3, 200, dest, 100, "t")]) == 500
     assert bytes(dest.numpy()) == b"".join(remote.data[7 + 200 * n :][:100] for n in range(3))

@@ -12,6 +12,7 @@ import click
 from loadkit.cli.options import ModelRequest, model_options
 from loadkit.cli.output import Output, human_bytes
 from loadkit.errors import LoadkitError, OptionError
+from loadkit.sources.shown import shown_source
 
 if TYPE_CHECKING:
     from loadkit.bench.measure import Figures
@@ -228,7 +229,7 @@ def _row(name: str, nbytes: int, runs: Sequence[Figures], key: str) -> dict[str,
 def _show(out: Output, request: ModelRequest, document: dict[str, Any]) -> None:
     out.fields(
         [
-            ("source", request.source),
+            ("source", shown_source(request.source)),
             ("architecture", document["architecture"]),
             ("load format", document["load_format"]),
             ("reader", f"{document['reader']}: {document['reader_why']}"),

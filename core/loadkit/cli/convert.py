@@ -11,6 +11,7 @@ import click
 from loadkit.cli.options import ModelRequest, output_options
 from loadkit.cli.output import Output, human_bytes
 from loadkit.cli.sizes import byte_size
+from loadkit.sources.shown import shown_source
 from loadkit.text import printable
 
 __all__ = ["command"]
@@ -94,7 +95,7 @@ def _show(out: Output, source: str, report: Any) -> None:
     casts = ", ".join(f"{c['from']} -> {c['to']} ({c['tensors']})" for c in report.casts)
     out.fields(
         [
-            ("source", source),
+            ("source", shown_source(source)),
             ("target", printable(report.path, ascii_only=False)),
             ("format", report.to if report.to == "safetensors" else f"{report.to}, {ranks}"),
             ("names", f"{report.names}: {printable(report.names_why, 400)}"),

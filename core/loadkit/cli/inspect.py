@@ -10,6 +10,7 @@ import click
 from loadkit.cli.options import output_options
 from loadkit.cli.output import Output, human_bytes
 from loadkit.cli.settings import read_settings
+from loadkit.sources.shown import shown_source
 
 if TYPE_CHECKING:
     from loadkit.sources.base import File
@@ -81,7 +82,7 @@ def _inspect(uri: str, settings: Iterable[str]) -> dict[str, Any]:
             ]
     return {
         "ok": True,
-        "source": uri,
+        "source": shown_source(uri),
         "formats": sorted({file["format"] for file in files} & set(WEIGHTS)),
         "files": files,
         "tensors": tensors,

@@ -58,8 +58,11 @@ def choose_reader(
         around: what to look at; the machine.
 
     Raises:
-        UsageError: no such reader, or its distribution is missing.
+        UsageError: no such reader, or its distribution is missing; a reader of local files was
+            named, and what is streamed are not.
     """
+    if any(not file.local for file in files):
+        return _of_remote(load_config, files)
     if load_config.reader != "auto":
         return ReaderChoice(_make(load_config.reader, load_config), "asked for by name")
     around = around or Surroundings()
@@ -81,10 +84,30 @@ def choose_reader(
     return ReaderChoice(reader, why + cached)
 
 
+def _of_remote(load_config: LoadConfig, files: Sequence[File]) -> ReaderChoice:
+    """The reader of files that are not on this machine."""
+    named = load_config.reader
+    if named not in ("auto", "range") and load_config.stream:
+        reader = _make(named, load_config)
+        if all(file.local or reader.reads_remote(file) for file in files):
+            return ReaderChoice(reader, "asked for by name")
+        reader.close()
+        raise OptionError(
+            f"LoadConfig.reader = {named!r} reads local files, and stream=true reads remote ones",
+            detail={"options": ["reader", "stream"]},
+            hint="leave one of them out: without stream the files are fetched first",
+        )
+    why = "remote files: ranges of them are requested"
+    return ReaderChoice(_make("range", load_config), why)
+
+
 def _make(name: str, load_config: LoadConfig) -> Reader:
     from loadkit.tables import readers
 
     make = cast("Callable[[LoadConfig], Reader]", readers.lookup(name))
+    if name == load_config.reader:
+        options = getattr(make, "options", {})
+        validate_options(options, load_config.reader_options, f"reader '{printable(name, 64)}'")
     return make(load_config)
 
 
@@ -105,9 +128,6 @@ def _why_not_mmap(
         return "there are no files"
     for file in files:
         allowed, why = may_alias(file, around.kind)
-    if name == load_config.reader:
-        options = getattr(make, "options", {})
-        validate_options(options, load_config.reader_options, f"reader '{printable(name, 64)}'")
         if not allowed:
             return f"{printable(file.name)}: {why}"
     return ""

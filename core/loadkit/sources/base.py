@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, Self
 
+from loadkit.errors import UsageError
+
 if TYPE_CHECKING:
     from loadkit.config import LoadConfig
 
@@ -27,12 +29,21 @@ class FileInfo:
 class File(ABC):
     """One open, readable file. ``name`` is relative to its source's root; ``size`` in bytes.
 
-    ``path`` is its local path, or None where it has none (a remote file).
+    ``path`` is its local path, or None where it has none (a remote file). ``address`` is where a
+    remote file is, as other programs name it (``s3://bucket/key``); None where nothing names it.
+
+    A remote file's ``read`` is a request, with a block read ahead where little is asked for.
     """
 
     name: str
     size: int
     path: str | None = None
+    address: str | None = None
+
+    @property
+    def local(self) -> bool:
+        """Whether it lies on this machine and has a descriptor."""
+        return self.path is not None
 
     @abstractmethod
     def read(self, offset: int, nbytes: int) -> bytes:
@@ -42,6 +53,14 @@ class File(ABC):
             TruncatedError: the file ends earlier.
             ReadError: the operating system or the network failed.
         """
+
+    def read_into(self, offset: int, into: memoryview) -> None:
+        """Fill ``into`` with the bytes from ``offset`` on; may be called from several threads.
+
+        Raises:
+            LoadkitError: as ``read``.
+        """
+        into[:] = self.read(offset, len(into))
 
     def fileno(self) -> int:
         """An open descriptor, for local files. It stays open until ``close``."""
@@ -68,9 +87,12 @@ class Source(ABC):
     Attributes:
         load_options: fields of ``LoadConfig`` that not every load follows and this source does
             (``revision``, ``stream``); others are refused where they are set.
+        uri: what was opened, as it may be shown: without passwords and signatures.
+        bytes_fetched: bytes of files that came over a network so far; those of listings not.
     """
 
     load_options: ClassVar[frozenset[str]] = frozenset()
+    bytes_fetched: int = 0
 
     def __init__(self, uri: str, load_config: LoadConfig) -> None:
         self.uri = uri
@@ -92,6 +114,28 @@ class Source(ABC):
     def opened(self) -> Sequence[File]:
         """The files that were opened so far: weights, and whatever else was asked for."""
         return ()
+
+    def make_local(self, names: Sequence[str]) -> None:  # noqa: B027
+        """Have these files on this machine before they are read, unless ``stream`` says not to.
+
+        Called by a load, once its files are known, and never by a plan. A file that is open
+        already becomes ``local`` in place. A local source has nothing to do.
+
+        Raises:
+            DownloadError: the server, or the way to it, failed.
+            WriteError: there is no room, or no right to write.
+        """
+
+    def adopt(self, file: File) -> None:
+        """Take over an open file that lies elsewhere (a cache): it is opened by its name from now
+        on, and closed with the others.
+
+        Raises:
+            UsageError: the source takes none.
+        """
+        raise UsageError(
+            f"{type(self).__name__} takes no files of a cache: download the checkpoint first"
+        )
 
     @abstractmethod
     def close(self) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from loadkit.errors import PathError
 from loadkit.file_checks import show, show_path
 from loadkit.sources.base import File, FileInfo, Source
+from loadkit.sources.gguf_choice import chosen_file
 from loadkit.sources.local_file import LocalFile, read_error
 from loadkit.sources.paths import (
     allowed_roots,
@@ -64,6 +65,7 @@ class LocalSource(Source):
     The root is resolved first. A link inside is followed only to a regular file under the root,
     under the blob root of a Hugging Face hub cache the root lies in, or under one of
     ``LoadConfig.allowed_roots``. A single file that the caller named may be a link to anywhere.
+    ``folder:Q8_0`` names the GGUF model of a folder that has this word in its file's name.
 
     Raises:
         PathError: the path does not exist, loops, or is neither a folder nor a regular file.
@@ -75,6 +77,7 @@ class LocalSource(Source):
         subfolder = load_config.subfolder
         if subfolder:
             path = path / check_name(subfolder.rstrip("/"))
+        path = chosen_file(path)
         found = stat_root(path, self.uri)
         self.single: str | None = None
         self._named = ""

@@ -1,0 +1,190 @@
+"""Ranges of objects in a bucket, by obstore: it signs, lists and finds credentials.
+
+Its own retries are off: attempts, deadlines and resumed ranges are the same for all transports.
+Its errors may hold signed addresses, so only their kind and their status are told.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from obstore import exceptions, get, head
+from obstore import list as list_objects
+
+from loadkit.errors import DownloadError
+from loadkit.file_checks import show
+from loadkit_remote.answers import Absent, Answer, Denied, Pin, Transient, Transport, changed
+
+if TYPE_CHECKING:
+    from obstore import GetOptions
+    from typing_extensions import Buffer
+
+    from loadkit_remote.patience import Deadline
+
+__all__ = ["BucketTransport"]
+
+PIECE = 256 << 10  # bytes that are waited for at a time
+PAGE = 1000  # objects of one page of a listing
+_STATUS = re.compile(r"status(?: code)?:? (\d{3})|HTTP status \S* ?\((\d{3})", re.IGNORECASE)
+_CODE = re.compile(r"<Code>(\w{1,60})</Code>")
+_EXPIRED = ("ExpiredToken", "RequestTimeTooSkewed", "InvalidToken", "TokenRefreshRequired")
+
+
+class BucketTransport(Transport):
+    """The objects below a prefix.
+
+    Args:
+        make: makes the store; called again where its credentials are refused.
+        prefix: keys begin with it: empty, or ending with "/".
+        address: the bucket's address for people.
+    """
+
+    def __init__(self, make: Callable[[], Any], prefix: str, address: str) -> None:
+        self._make = make
+        self._store = make()
+        self.prefix = prefix
+        self._address = address
+        self._lock = threading.Lock()
+
+    def shown(self, name: str) -> str:
+        return f"{self._address}/{self.prefix}{name}"
+
+    def address(self, name: str) -> str:
+        return self.shown(name)
+
+    def look(self, name: str) -> Pin:
+        """What an object is; raises as ``get``."""
+        with _told(name, 0):
+            return _pin(head(self._store, self.prefix + name))
+
+    def listing(self) -> Iterator[tuple[str, Pin]]:
+        """Every object below the prefix with its name after it; raises as ``get``."""
+        with _told("", 0):
+            for page in list_objects(self._store, prefix=self.prefix, chunk_size=PAGE):
+                for meta in page:
+                    key = str(meta["path"])
+                    if key.startswith(self.prefix):
+                        yield key[len(self.prefix) :], _pin(meta)
+
+    def get(self, name: str, start: int, end: int, pin: Pin | None, deadline: Deadline) -> Answer:
+        if pin is None:
+            pin = self.look(name)
+            end = min(end, pin.size)
+        if start >= end:
+            return _ObjectAnswer(name, pin, start, start, iter(()), deadline)
+        options: GetOptions = {"range": (start, end)}
+        if pin.strong:
+            options["if_match"] = pin.strong
+        with _told(name, start):
+            result = get(self._store, self.prefix + name, options=options)
+            found = _pin(result.meta)
+            if found != pin:
+                raise changed(name, start, "its size, ETag or time of modification is another one")
+            if tuple(result.range) != (start, end):
+                raise DownloadError(
+                    f"bytes {result.range} of {show(name)} came for bytes {start} to {end}",
+                    file=name,
+                    offset=start,
+                )
+            encoding = result.attributes.get("Content-Encoding", "identity")
+            if encoding not in ("identity", "", "aws-chunked"):
+                problem = f"{show(name)} is stored with Content-Encoding {show(encoding)}"
+                hint = "store its plain bytes"
+                raise DownloadError(problem, file=name, offset=start, hint=hint)
+            pieces = result.stream(min_chunk_size=PIECE)
+        return _ObjectAnswer(name, pin, start, end, iter(pieces), deadline)
+
+    def refresh(self) -> bool:
+        """A new store looks for its credentials again."""
+        with self._lock:
+            self._store = self._make()
+        return True
+
+    def close(self) -> None:
+        """Connections end with the store."""
+
+
+class _ObjectAnswer(Answer):
+    def __init__(
+        self,
+        name: str,
+        pin: Pin,
+        start: int,
+        end: int,
+        pieces: Iterator[Buffer],
+        deadline: Deadline,
+    ) -> None:
+        super().__init__(pin, start, end)
+        self._name = name
+        self._pieces = pieces
+        self._deadline = deadline
+
+    def pieces(self) -> Iterator[Buffer]:
+        left = self.end - self.start
+        while left:
+            if not self._deadline.left():
+                raise Transient("the bytes come too slowly")
+            with _told(self._name, self.end - left):
+                piece = next(self._pieces, None)
+            if piece is None:
+                raise Transient(f"the answer ended {left} bytes early")
+            left -= memoryview(piece).nbytes
+            if left < 0:
+                problem = f"more bytes of {show(self._name)} came than were asked for"
+                raise DownloadError(problem, file=self._name, offset=self.end)
+            yield piece
+
+    def close(self) -> None:
+        self._pieces = iter(())
+
+
+class _told:  # noqa: N801 - used like a function
+    """Errors of the library inside, as ours, without the addresses they may hold."""
+
+    def __init__(self, name: str, offset: int) -> None:
+        self._name = name
+        self._offset = offset
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, exceptions.BaseError):
+            raise _ours(error, self._name, self._offset) from None
+
+
+def _ours(error: BaseException, name: str, offset: int) -> Exception:
+    """The error that an error of the library stands for."""
+    text = str(error)
+    code = _CODE.search(text)
+    said = _STATUS.search(text)
+    status = int(next(filter(None, said.groups()))) if said else None
+    what = f"the server answered {code[1] if code else status or type(error).__name__}"
+    if isinstance(error, exceptions.NotFoundError):
+        return Absent(name)
+    if isinstance(error, (exceptions.PreconditionError, exceptions.NotModifiedError)):
+        return changed(name, offset, "the server has another content now")
+    expired = code is not None and code[1] in _EXPIRED
+    if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
+        return Denied(what)
+    if expired or status in (401, 403):
+        return Denied(what)
+    if status is not None and 400 <= status < 500 and status not in (408, 425, 429):
+        problem = f"the request for {show(name)} failed: {what}"
+        return DownloadError(problem, file=name, offset=offset, detail={"status": status})
+    unreached = "connect" in text.lower() and status is None
+    return Transient(
+        what if status else "the connection failed", unreached=unreached, status=status
+    )
+
+
+def _pin(meta: Any) -> Pin:
+    etag = meta.get("e_tag")
+    if etag is not None:  # a listing may have it without its quotes
+        weak = str(etag).startswith("W/")
+        etag = ("W/" if weak else "") + '"' + str(etag).removeprefix("W/").strip('"') + '"'
+    when = None if etag else str(meta.get("last_modified"))
+    return Pin(int(meta["size"]), etag, when)
