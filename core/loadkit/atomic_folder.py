@@ -87,6 +87,10 @@ class AtomicFolder:
         self.names.append(name)
         return OutputFile(self._staging / name, name)
 
+    def path_of(self, name: str) -> Path:
+        """Where a file that was created lies until the folder is in place."""
+        return self._staging / name
+
     def __exit__(
         self,
         kind: type[BaseException] | None,

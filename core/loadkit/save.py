@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from loadkit.mapper import WeightsMapper
     from loadkit.sources.base import File
 
-__all__ = ["MAX_SHARD_BYTES", "SaveReport", "save", "split_shards"]
+__all__ = ["MAX_SHARD_BYTES", "SaveReport", "check_whole_model", "save", "split_shards"]
 
 log = logging.getLogger("loadkit")
 
@@ -152,7 +152,7 @@ def save(
     if model_loader_extra_config:
         raise OptionError("save_format 'safetensors' has no model_loader_extra_config")
     origin = checkpoint_origin(model, origin_of(model))
-    _check_whole(origin)
+    check_whole_model(origin)
     check_ready(model)
     header = check_metadata(metadata or {})
     values = config_of(model, config, origin)
@@ -229,7 +229,7 @@ def _check_gathered(model: nn.Module) -> None:
         )
 
 
-def _check_whole(origin: Origin | None) -> None:
+def check_whole_model(origin: Origin | None) -> None:
     """Refuse one rank of several.
 
     Raises:

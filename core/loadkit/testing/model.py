@@ -104,7 +104,15 @@ class Cut(nn.Module):
     ) -> None:
         """Copy this rank's piece of a checkpoint tensor into its place."""
         place = param.data
-        if shard_id is not None:
+        if shard_id is None and len(self.output_shards) > 1:  # fused in the checkpoint too
+            pieces = [part.size * self.tp_size for part in self.output_shards]
+            if loaded_weight.shape[:1] == (sum(pieces),):
+                for part, piece in zip(
+                    self.output_shards, loaded_weight.split(pieces), strict=True
+                ):
+                    self.weight_loader(param, piece, part.id)
+                return
+        elif shard_id is not None:
             part = next(part for part in self.output_shards if part.id == shard_id)
             place = place.narrow(0, part.offset, part.size)
         length = place.shape[self.dim]

@@ -6,24 +6,26 @@ The key is ``general.architecture``. A model of another architecture is loaded b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from loadkit.mapper import WeightsMapper
 from loadkit_gguf.names import (
+    BERT_NAMES,
     DECODER_NAMES,
     GGUFMapper,
     TableMapper,
     minus_one,
     unpermute_keys,
     unpermute_queries,
+    with_experts,
 )
 
 if TYPE_CHECKING:
     from loadkit_gguf.keys import Keys
 
-__all__ = ["GGUF_ARCHITECTURES", "Architecture"]
+__all__ = ["GGUF_ARCHITECTURES", "MIXTRAL", "Architecture", "find_architecture"]
 
 _ROPE = "rope factors: they are read into the config"
 _SKIPPED = {
@@ -119,11 +121,56 @@ def _gemma3(keys: Keys) -> dict[str, Any]:
     return more
 
 
+def _mixtral(keys: Keys) -> dict[str, Any]:
+    return {
+        "hidden_act": "silu",
+        "num_local_experts": keys.count("expert_count"),
+        "num_experts_per_tok": keys.count("expert_used_count"),
+        "sliding_window": keys.count("attention.sliding_window", None) or None,
+    }
+
+
+def _qwen3_moe(keys: Keys) -> dict[str, Any]:
+    layers = keys.count("block_count")
+    return {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "num_experts": keys.count("expert_count"),
+        "num_experts_per_tok": keys.count("expert_used_count"),
+        "moe_intermediate_size": keys.count("expert_feed_forward_length"),
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,  # as llama.cpp computes it: no key says so
+        "mlp_only_layers": [
+            layer
+            for layer in range(min(layers, 1 << 16))
+            if f"blk.{layer}.ffn_gate_inp.weight" not in keys.tensors
+        ],
+    }
+
+
+def _bert(keys: Keys) -> dict[str, Any]:
+    types = keys.tensors.get("token_types.weight")
+    return {
+        "hidden_act": "gelu",
+        "layer_norm_eps": keys.real("attention.layer_norm_epsilon"),
+        "type_vocab_size": types.shape[0] if types is not None and types.shape else None,
+        "position_embedding_type": "absolute",
+        "rope_theta": None,
+        "tie_word_embeddings": None,
+    }
+
+
 _LLAMA_ORDER = {
     f"self_attn.{part}_proj.{kind}": change
     for part, change in (("q", unpermute_queries), ("k", unpermute_keys))
     for kind in ("weight", "bias")
 }
+
+_POOLER = dict.fromkeys(
+    ("pooler.dense.weight", "pooler.dense.bias", "embeddings.position_ids"),
+    "GGUF files of BERT hold no pooler and no positions: llama.cpp makes embeddings without them",
+)
 
 GGUF_ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
@@ -131,10 +178,36 @@ GGUF_ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", TableMapper(_TWO_NORMS, _SKIPPED), _qwen2),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", TableMapper(_TWO_NORMS, _SKIPPED), _qwen3),
+    "qwen3moe": Architecture(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        TableMapper(
+            _TWO_NORMS | with_experts("mlp", ("gate_proj", "up_proj", "down_proj")), _SKIPPED
+        ),
+        _qwen3_moe,
+    ),
     "gemma3": Architecture(
         "Gemma3ForCausalLM",
         "gemma3_text",
         TableMapper(_FOUR_NORMS, _SKIPPED, dict.fromkeys(_GEMMA_NORMS, minus_one)),
         _gemma3,
     ),
+    "bert": Architecture("BertModel", "bert", TableMapper(BERT_NAMES, unsaved=_POOLER), _bert),
 }
+
+# Files call it llama too; that it has experts tells it.
+MIXTRAL = Architecture(
+    "MixtralForCausalLM",
+    "mixtral",
+    TableMapper(
+        _TWO_NORMS | with_experts("block_sparse_moe", ("w1", "w3", "w2")), _SKIPPED, _LLAMA_ORDER
+    ),
+    _mixtral,
+)
+
+
+def find_architecture(name: str, metadata: Mapping[str, Any]) -> Architecture | None:
+    """What is known of a file's architecture; None: nothing."""
+    if name == "llama" and metadata.get("llama.expert_count"):
+        return MIXTRAL
+    return GGUF_ARCHITECTURES.get(name)

@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Any
 from loadkit.errors import ArchitectureError, ConfigFileError
 from loadkit.file_checks import show
 from loadkit.text import nearest
-from loadkit_gguf.architectures import GGUF_ARCHITECTURES
+from loadkit_gguf.architectures import GGUF_ARCHITECTURES, find_architecture
 from loadkit_gguf.keys import Keys
 
 if TYPE_CHECKING:
     from loadkit_gguf.header import GGUFHeader
     from loadkit_gguf.tensor_entries import GGUFTensor
 
-__all__ = ["architecture_of", "read_config"]
+__all__ = ["LLAMA3", "architecture_of", "read_config", "stretch"]
 
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _MAX_FACTORS = 1 << 12
 # What Llama 3.1 and its successors were trained with; files hold only the factors that follow.
-_LLAMA3 = {
+LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
@@ -68,7 +68,7 @@ def read_config(
     """
     first = parts[0]
     architecture = architecture_of(first)
-    known = GGUF_ARCHITECTURES.get(architecture)
+    known = find_architecture(architecture, first.metadata)
     if known is None and named is None:
         raise _unknown(first, architecture)
     tensors = {tensor.name: tensor for part in parts for tensor in part.tensors}
@@ -184,11 +184,11 @@ def _llama3(keys: Keys, config: dict[str, Any], tensor: GGUFTensor) -> dict[str,
     found = _numbers(keys, tensor, turned // 2)
     if len(set(found)) == 1 and found[0] in (0.0, 1.0):
         return None
-    settings = {"rope_type": "llama3", "factor": float(max(found)), **_LLAMA3}
+    settings = {"rope_type": "llama3", "factor": float(max(found)), **LLAMA3}
     theta = config["rope_theta"]
     for index, value in enumerate(found):
         wave = 2 * math.pi * theta ** (2 * index / turned)
-        if not math.isclose(_stretch(wave, settings), value, rel_tol=1e-4):
+        if not math.isclose(stretch(wave, settings), value, rel_tol=1e-4):
             raise ConfigFileError(
                 f"{show(keys.file)}: {show(tensor.name)} holds rope factors that are not Llama 3's "
                 f"(number {index} is {value:g})",
@@ -200,7 +200,7 @@ def _llama3(keys: Keys, config: dict[str, Any], tensor: GGUFTensor) -> dict[str,
     return settings
 
 
-def _stretch(wave: float, settings: Mapping[str, Any]) -> float:
+def stretch(wave: float, settings: Mapping[str, Any]) -> float:
     """What a wave length is multiplied by."""
     original = settings["original_max_position_embeddings"]
     low, high = settings["low_freq_factor"], settings["high_freq_factor"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -16,7 +17,7 @@ from loadkit.sharded_name import ShardedName
 from loadkit.tracing.encoded import encoded_lazy
 from loadkit.tracing.lazy_tensor import lazy_from_info
 from loadkit.tracing.recorder import active_recorder
-from loadkit_gguf.architectures import GGUF_ARCHITECTURES
+from loadkit_gguf.architectures import find_architecture
 from loadkit_gguf.config import architecture_of, read_config
 from loadkit_gguf.encodings import ENCODINGS
 from loadkit_gguf.header import GGUFHeader, read_gguf_header
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from loadkit.config import LoadConfig
     from loadkit.quantization import QuantizationConfig
+    from loadkit.save import SaveReport
     from loadkit.sources.base import File, Source
     from loadkit.tokenization import Tokenizer
     from loadkit_gguf.tensor_entries import GGUFTensor
@@ -143,6 +145,13 @@ class GGUFModelLoader(BaseModelLoader):
         """
         yield from self._offered(frozenset())
 
+    @staticmethod
+    def save_model(model: nn.Module, path: str | os.PathLike[str], **options: Any) -> SaveReport:
+        """Write a model as GGUF: see ``loadkit_gguf.export.save_gguf``."""
+        from loadkit_gguf.export import save_gguf
+
+        return save_gguf(model, path, **options)
+
     def _offered(self, packed: Collection[str]) -> Iterator[Named]:
         """The catalogue; those in ``packed`` are the bytes of their rows, as the file has them."""
         for part in self._read_parts():
@@ -198,7 +207,7 @@ class GGUFModelLoader(BaseModelLoader):
             return own
         first = self._read_parts()[0]
         architecture = architecture_of(first)
-        known = GGUF_ARCHITECTURES.get(architecture)
+        known = find_architecture(architecture, first.metadata)
         if known is None:
             raise ModelError(
                 f"{model_class.__qualname__} has no gguf_mapper, and loadkit-gguf has none for the "
