@@ -18,17 +18,23 @@ from helpers.sharded import QUIET, ranks_of, same_state, save_ranks
 from loadkit import tables
 from loadkit.availability import NEEDS_EXTRA, READY
 from loadkit.config import LoadConfig, ParallelConfig
-from loadkit.errors import DownloadError, NotInstalledError, OptionError, ReadError
+from loadkit.errors import (
+    DownloadError,
+    NotInstalledError,
+    OptionError,
+    ReadError,
+    ReadFailure,
+)
 from loadkit.readers.library import BUFFER
 from loadkit.readers.ranges import SPAN
 from loadkit.sources.base import File
 from loadkit.sources.local_file import LocalFile
-
-pytest.importorskip("runai_model_streamer")
-
 from loadkit_runai_streamer import availability, streamer
 from loadkit_runai_streamer.loader import RunaiModelStreamerLoader
 from loadkit_runai_streamer.reader import RunaiReader
+
+pytest.importorskip("runai_model_streamer")
+
 
 VARIABLE = "RUNAI_STREAMER_CONCURRENCY"
 
@@ -295,3 +301,24 @@ def test_a_model_streams_from_s3_by_the_streamer(bucket: str, llama: Path) -> No
         found = loadkit.load(f"{bucket}/llama", load_config=given, parallel=parallel)
         assert found.report.reader == "runai"
         same_state(found.model, loadkit.load_model(llama, load_config=QUIET, parallel=parallel))
+
+
+def test_an_object_that_is_written_anew_meanwhile_is_noticed(
+    bucket: str, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "s3" not in tables.sources.names():
+        pytest.skip("the source of s3:// is not installed")
+    for path in llama.iterdir():
+        put(f"{bucket}/moving/{path.name}", path.read_bytes())
+    honest = RunaiReader.fetch
+
+    def overtaken(self: RunaiReader, *given: Any) -> None:
+        honest(self, *given)
+        data = bytearray((llama / "model.safetensors").read_bytes())
+        data[-1] ^= 1
+        put(f"{bucket}/moving/model.safetensors", bytes(data))
+
+    monkeypatch.setattr(RunaiReader, "fetch", overtaken)
+    given = LoadConfig(load_format="runai_streamer", stream=True, use_tqdm_on_load=False)
+    with pytest.raises(ReadFailure, match="changed while it was read"):
+        loadkit.load(f"{bucket}/moving", load_config=given)

@@ -37,6 +37,7 @@ class RunaiReader(LibraryReader):
         chosen = self.options_of(load_config)
         super().__init__(load_config, _buffer_bytes(chosen["memory_limit"]))
         self._streamer = Streamer(chosen["concurrency"] or load_config.num_threads or None)
+        self._remote: dict[int, File] = {}
 
     def reads_remote(self, file: File) -> bool:
         """Files of object stores that the streamer has a plugin for."""
@@ -48,6 +49,8 @@ class RunaiReader(LibraryReader):
         for item in wanted:
             if id(item.file) not in paths:
                 paths[id(item.file)] = _path(item)
+                if not item.file.local:
+                    self._remote[id(item.file)] = item.file
         try:
             for item, failure in self._streamer.answers(wanted, paths):
                 if failure is not None:
@@ -56,6 +59,16 @@ class RunaiReader(LibraryReader):
         except BaseException:
             self._streamer.end()
             raise
+
+    def end(self, landed: Callable[[int], None] | None = None) -> int:
+        """Hold remote files against what they were when they were opened, by a byte of each.
+
+        Raises:
+            ReadFailure: one is another file now, or that cannot be asked.
+        """
+        for file in self._remote.values():
+            file.read_into(file.size - 1, memoryview(bytearray(1)))
+        return super().end(landed)
 
     def close(self) -> None:
         """End the streamer's threads and let the buffer go."""
