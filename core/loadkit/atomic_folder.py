@@ -91,6 +91,10 @@ class AtomicFolder:
         """Where a file that was created lies until the folder is in place."""
         return self._staging / name
 
+    def staged(self, name: str) -> Path:
+        """Where a file that was created lies until everything is put in place."""
+        return self._staging / name
+
     def __exit__(
         self,
         kind: type[BaseException] | None,

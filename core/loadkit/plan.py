@@ -17,7 +17,7 @@ from torch import nn
 from loadkit.base_loader import BaseModelLoader
 from loadkit.build import Built, build
 from loadkit.distribute import Distribution
-from loadkit.errors import LoadkitError, ModelError, TraceError
+from loadkit.errors import IntegrityError, LoadkitError, ModelError, ReadFailure, TraceError
 from loadkit.integrity import Verification
 from loadkit.load_plan import LoadPlan, Problem
 from loadkit.load_strategy import reader_for
@@ -130,6 +130,8 @@ def make_plan(job: Job, built: Built) -> Planned:
                 break
             log.info("traced again with real data: %s", "; ".join(map(printable, sorted(names))))
             opaque |= names
+        except (IntegrityError, ReadFailure):
+            raise  # of what a loader reads while it is traced: no tensor is out of place
         except Exception as error:  # noqa: BLE001  # anybody's loader code; it becomes a problem
             current = built.recorder.current
             if current is not None and current not in opaque and _needs_real_data(error):

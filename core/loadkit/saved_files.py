@@ -25,7 +25,7 @@ INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _WEIGHTS = re.compile(
     r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json|"
-    r"model-rank-\d+-part-\d+\.safetensors"
+    r"model-rank-\d+-part-\d+\.safetensors|model(-rank-\d+)?\.tensors"
 )
 
 
