@@ -1,0 +1,1 @@
+"""Load format ``tensorizer``: files that the tensorizer library writes, ours or anybody's."""

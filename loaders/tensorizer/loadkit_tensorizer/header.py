@@ -1,0 +1,352 @@
+"""The head of a tensorizer file: what it says of itself, and its index of tensors.
+
+Nothing in it is believed: every length is held against what is left before it is used, and the
+index has to describe tensors that follow each other without a gap up to the end of the file.
+
+| bytes | what |
+|---|---|
+| 5 | ``|TZR|`` |
+| 4 | version, 1 to 5 |
+| 32 | flags, since version 4: encrypted, entries with a version |
+| 8 | bytes of all tensors; programs write it differently, so it is not used |
+| 8 | nothing |
+| 8 | number of tensors |
+| 8 | bytes of the index that follows; its rest is zeros |
+
+Source: the layout that tensorizer 2.12 writes; versions 1 to 5 differ in what they may hold.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from loadkit.errors import FormatError, TruncatedError
+from loadkit.file_checks import HEAD_BYTES, show, sniff
+from loadkit.tensor_info import bits_of
+from loadkit_tensorizer.dtypes import dtype_of
+from loadkit_tensorizer.limits import (
+    MAX_DIM,
+    MAX_DIMS,
+    MAX_INDEX_BYTES,
+    MAX_META_BYTES,
+    MAX_TENSORS,
+)
+from loadkit_tensorizer.names import BadNameError, Names, parse_name
+
+if TYPE_CHECKING:
+    from loadkit.sources.base import File
+
+__all__ = ["MAGIC", "Entry", "Index", "read_index"]
+
+MAGIC = b"|TZR|"
+_HEAD = struct.Struct("<5sI32sQ8xQQ")
+_LOCATION = struct.Struct("<QQQ")
+_ENCRYPTED, _VERSIONED = 1, 2  # flags
+_FIRST_FLAGS, _META, _ENCRYPTION, _LONG = 4, 4, 3, 5  # versions
+_STATE_DICT = 2
+_KINDS = (0, 1, _STATE_DICT)  # parameter, buffer, entry of a state dict
+_SHORTEST = 2 + 1 + 1 + 1 + 1 + _LOCATION.size  # bytes of an entry with a name of one letter
+_MAX_HEADER = 1 << 18  # bytes of a tensor's header without what encryption adds
+_LAST = 8  # zero bytes after the last tensor, which old versions wrote
+_AGAIN = "the file is damaged: download or copy it again"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of the index.
+
+    Attributes:
+        name: with dots; ``path``: as the file has it, where that is more than a text.
+        raw_name, raw_dtype: the stored bytes, for the tensor's own header.
+        kind: 0 parameter, 1 buffer, 2 entry of a state dict.
+        dtype: a name of ``DTYPES``, or "C128".
+        shape: in elements.
+        long: dims are stored in 8 bytes.
+        offset: of its header; ``start``: of its data; ``nbytes``: of its data.
+        is_meta: it is stored as a shape without data, and means zeros.
+    """
+
+    name: str
+    path: tuple[str | int, ...]
+    raw_name: bytes
+    raw_dtype: bytes
+    kind: int
+    dtype: str
+    shape: tuple[int, ...]
+    long: bool
+    offset: int
+    start: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        """The byte after its data."""
+        return self.start + self.nbytes
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of all elements, stored or not."""
+        return self.numel * bits_of(self.dtype) // 8
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether it is stored without data."""
+        return self.nbytes == 0 and self.numel > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """What a file's head says, checked.
+
+    Attributes:
+        file: the open file.
+        version: of the format.
+        encrypted: whether tensors may be encrypted.
+        entries: in file order.
+        head: the file's bytes up to the first tensor.
+    """
+
+    file: File
+    version: int
+    encrypted: bool
+    entries: tuple[Entry, ...]
+    head: bytes
+
+
+def read_index(file: File) -> Index:
+    """Read and check a file's head.
+
+    Raises:
+        FormatError: E_HEADER, E_COUNT, E_LAYOUT, E_LIMIT, E_DTYPE, E_NAME or E_FORMAT.
+        TruncatedError: the file ends before what its index describes.
+        ReadFailure: it could not be read.
+    """
+    return _Reader(file).read()
+
+
+class _Reader:
+    def __init__(self, file: File) -> None:
+        self.file = file
+        self.version = self.at = 0
+        self.versioned = False
+        self.head = self.index = b""
+        self.begin = _HEAD.size
+
+    def wrong(self, code: str, message: str, *, offset: int | None = None, **more: Any) -> Any:
+        """An error about this file."""
+        return FormatError(
+            f"{show(self.file.name)}: {message}",
+            code=code,
+            file=self.file.name,
+            offset=self.begin + self.at if offset is None else offset,
+            hint=_AGAIN,
+            **more,
+        )
+
+    def read(self) -> Index:
+        """The whole head."""
+        count, encrypted = self._head()
+        names, entries = Names(), list[Entry]()
+        for number in range(count):
+            entries.append(self._entry(number, count, names))
+        if self.index.count(0, self.at) != len(self.index) - self.at:
+            raise self.wrong(
+                "E_COUNT", f"the index holds more than the {count} tensor(s) that the header counts"
+            )
+        self._check_layout(entries)
+        head = self.head + self.index
+        return Index(self.file, self.version, encrypted, tuple(entries), head)
+
+    def _head(self) -> tuple[int, bool]:
+        file = self.file
+        head = file.read(0, min(file.size, HEAD_BYTES))
+        if len(head) < _HEAD.size or not head.startswith(MAGIC):
+            raise self._not_one(head)
+        magic, self.version, raw_flags, _, count, nbytes = _HEAD.unpack_from(head)
+        if not 1 <= self.version <= _LONG:
+            raise self.wrong(
+                "E_HEADER",
+                f"version {self.version} of the format; versions 1 to {_LONG} are known",
+                offset=len(magic),
+            )
+        flags = int.from_bytes(raw_flags, "little")
+        known = _ENCRYPTED | (_VERSIONED if self.version >= _LONG else 0)
+        if flags & ~(known if self.version >= _FIRST_FLAGS else 0):
+            raise self.wrong(
+                "E_HEADER",
+                f"flags {flags:#x} that version {self.version} does not have",
+                offset=len(magic) + 4,
+            )
+        self.versioned = bool(flags & _VERSIONED)
+        where = _HEAD.size - 8
+        if nbytes > MAX_INDEX_BYTES:
+            raise self.wrong(
+                "E_LAYOUT",
+                f"an index of {nbytes} bytes; the limit is {MAX_INDEX_BYTES}",
+                offset=where,
+            )
+        if not 0 < count <= nbytes // _SHORTEST or count > MAX_TENSORS:
+            raise self.wrong(
+                "E_COUNT",
+                f"{count} tensors cannot be in an index of {nbytes} bytes (at most {MAX_TENSORS})",
+                offset=where - 8,
+            )
+        if _HEAD.size + nbytes > file.size:
+            raise _truncated(file, f"its index ends at byte {_HEAD.size + nbytes}", None)
+        self.head, self.index = head[: _HEAD.size], file.read(_HEAD.size, nbytes)
+        return count, self.version == _ENCRYPTION or bool(flags & _ENCRYPTED)
+
+    def _not_one(self, head: bytes) -> Any:
+        kind = sniff(head, self.file.size)
+        if kind is not None and not head.startswith(MAGIC):
+            what = {"lfs": "a Git LFS pointer, not the file itself", "html": "an HTML page"}
+            said = what.get(kind, f"{kind}, not a tensorizer file")
+            return self.wrong("E_FORMAT", f"its content is {said}", offset=0)
+        if len(head) < _HEAD.size:
+            said = f"it is {len(head)} bytes long; the shortest tensorizer file has more"
+        else:
+            said = "it does not begin as a tensorizer file does"
+        return self.wrong("E_HEADER", said, offset=0)
+
+    # -- entries ----------------------------------------------------------------------------------
+
+    def _take(self, nbytes: int) -> bytes:
+        data = self.index[self.at : self.at + nbytes]
+        if len(data) < nbytes:
+            raise _PastEndError
+        self.at += nbytes
+        return data
+
+    def _number(self, nbytes: int) -> int:
+        return int.from_bytes(self._take(nbytes), "little")
+
+    def _entry(self, number: int, count: int, names: Names) -> Entry:
+        begin = self.at
+        try:
+            return self._fields(names)
+        except _PastEndError:
+            error = self.wrong("E_LAYOUT", f"entry {number} of the index goes past its end")
+        except BadNameError as problem:
+            said = f"the name of entry {number} of the index {problem}"
+            error = self.wrong("E_NAME", said)
+        except FormatError as found:
+            error = found
+        if self.index.count(0, begin) == len(self.index) - begin:
+            self.at = begin
+            error = self.wrong(
+                "E_COUNT", f"the index holds {number} tensor(s), and the header counts {count}"
+            )
+        raise error
+
+    def _fields(self, names: Names) -> Entry:
+        long = False
+        if self.versioned:
+            version = self._number(4)
+            if version not in (1, _LONG):
+                raise self.wrong("E_HEADER", f"an entry of version {version}")
+            long = version == _LONG
+        raw_name = self._take(self._number(2))
+        path = parse_name(raw_name)
+        name = names.add(path)
+        kind = self._number(1)
+        if len(path) > 1 and kind != _STATE_DICT:
+            raise BadNameError("is a path, and only state dicts have those")
+        where = self.at
+        raw_dtype = self._take(self._number(1))
+        dims, width = self._number(1), 8 if long else 4
+        shape = tuple(self._number(width) for _ in range(dims))
+        offset, start, nbytes = _LOCATION.unpack(self._take(_LOCATION.size))
+        dtype = dtype_of(raw_dtype)
+        if kind not in _KINDS:
+            raise self.wrong("E_LAYOUT", f"{show(name)} is of kind {kind}", tensor=name)
+        if dtype is None:
+            shown = show(raw_dtype[:64].decode("latin-1"))
+            raise self.wrong(
+                "E_DTYPE",
+                f"{show(name)} has dtype {shown}, which cannot be read",
+                tensor=name,
+                offset=self.begin + where,
+            )
+        if dims > MAX_DIMS or max(shape, default=0) > MAX_DIM:
+            raise self.wrong(
+                "E_LIMIT",
+                f"{show(name)} has {dims} dims, the largest {max(shape)}; the limits are "
+                f"{MAX_DIMS} and {MAX_DIM}",
+                tensor=name,
+            )
+        return Entry(
+            name, path, raw_name, raw_dtype, kind, dtype, shape, long, offset, start, nbytes
+        )
+
+    # -- the layout -------------------------------------------------------------------------------
+
+    def _check_layout(self, entries: list[Entry]) -> None:
+        """Tensors lie one behind the other, from the index to the end of the file."""
+        at = _HEAD.size + len(self.index)
+        meta = 0
+        for entry in entries:
+            problem = None
+            if entry.offset != at:
+                problem = f"begins at byte {entry.offset}; what is before it ends at {at}"
+            elif not 8 < entry.start - entry.offset <= _most_header(entry):
+                problem = f"has its data at byte {entry.start} and its header at {entry.offset}"
+            elif entry.is_meta and self.version < _META:
+                problem = f"has no data, which version {self.version} does not have"
+            elif entry.nbytes != entry.full_bytes and not entry.is_meta:
+                problem = f"has {entry.nbytes} bytes of data; its shape takes {entry.full_bytes}"
+            if problem is not None:
+                raise self.wrong(
+                    "E_LAYOUT",
+                    f"{show(entry.name)} {problem}",
+                    tensor=entry.name,
+                    offset=entry.offset,
+                )
+            meta += entry.full_bytes if entry.is_meta else 0
+            if meta > MAX_META_BYTES:
+                raise self.wrong(
+                    "E_LIMIT",
+                    f"{show(entry.name)} is a shape {list(entry.shape)} without data; all such "
+                    f"tensors of a file may have {MAX_META_BYTES} bytes of zeros",
+                    tensor=entry.name,
+                    offset=entry.offset,
+                )
+            at = entry.end
+        short = next((entry for entry in entries if entry.end > self.file.size), None)
+        if short is not None:
+            raise _truncated(self.file, f"its data ends at byte {short.end}", short)
+        rest = self.file.size - at
+        if rest and (rest > _LAST or self.file.read(at, rest).strip(b"\0")):
+            raise self.wrong(
+                "E_COUNT",
+                f"{rest} bytes follow the last of the {len(entries)} tensors of the index",
+                offset=at,
+            )
+
+
+class _PastEndError(Exception):
+    """An entry goes past the end of the index."""
+
+
+def _most_header(entry: Entry) -> int:
+    """Encryption adds 16 bytes for each chunk of the data."""
+    return _MAX_HEADER + entry.nbytes // 64
+
+
+def _truncated(file: File, said: str, entry: Entry | None) -> TruncatedError:
+    subject = show(file.name) if entry is None else f"tensor {show(entry.name)}"
+    return TruncatedError(
+        f"{subject} is cut off: {said}, and {show(file.name)} has {file.size} bytes",
+        file=file.name,
+        tensor=None if entry is None else entry.name,
+        offset=0 if entry is None else entry.start,
+        detail={"size": file.size},
+        hint="the download or copy is incomplete; fetch the file again",
+    )
