@@ -8,9 +8,9 @@ at once, and what is computed from it is computed as soon as all of that is ther
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -18,10 +18,10 @@ from loadkit.errors import DistributedError
 from loadkit.execution import Target, files_of
 from loadkit.rank_exchange import Exchange
 from loadkit.rank_needs import Arrivals, Job, Landing, Region
-from loadkit.rank_shares import PAGE, Needs, Segment, Shares, Sweep, in_order
+from loadkit.rank_pieces import Piece, Sweeps, one_run
+from loadkit.rank_shares import PAGE, Needs, Segment, Shares, in_order
 from loadkit.readers.base import Extent, Place, Reader, Survey
 from loadkit.readers.extents import copy_rows
-from loadkit.readers.windows import Cut, cut
 from loadkit.tracing.expressions import Expr
 from loadkit.tracing.storage import Storage
 from loadkit.tracing.view import View
@@ -47,14 +47,6 @@ class Filling(Protocol):
 
     def compare_part(self, target: Target, view: View, expr: Expr, tensor: str) -> None:
         """Compare a part of a target with what it must equal."""
-
-
-class _Piece(NamedTuple):
-    """A cut of the place with a number, and where its first row begins in the reader's buffer."""
-
-    number: int
-    part: Cut
-    at: int
 
 
 @dataclass
@@ -151,11 +143,11 @@ class _Fill:
         self.after: list[Job] = []  # comparisons that wait for the targets
         self.uses: dict[int, int] = {}  # of whole operations' results
         self.mine = share.arrivals
-        self.sweeps = _Sweeps(
+        self.sweeps = Sweeps(
             [item.place for item in self.mine.every], [item.place for item in self.mine.late]
         )
         self.others = {
-            rank: _Sweeps(in_order([*each.first, *each.late]), each.late)
+            rank: Sweeps(in_order([*each.first, *each.late]), each.late)
             for rank, each in enumerate(share.needs)
             if rank != share.rank
         }
@@ -207,8 +199,8 @@ class _Fill:
         return memory
 
     def _pieces(
-        self, sweeps: _Sweeps, landings: Sequence[Landing], part: Sequence[tuple[int, Segment]]
-    ) -> list[_Piece]:
+        self, sweeps: Sweeps, landings: Sequence[Landing], part: Sequence[tuple[int, Segment]]
+    ) -> list[Piece]:
         """What of a part this rank waits for."""
         return list(sweeps.pieces(part, self.share.shares.first_late))
 
@@ -222,7 +214,7 @@ class _Fill:
             total = sum(piece.part.rows * piece.part.nbytes for piece in pieces)
             if not total:
                 continue
-            start = _one_run([(p.at, sweeps.places[p.number].file_stride, p.part) for p in pieces])
+            start = one_run([(p.at, sweeps.places[p.number].file_stride, p.part) for p in pieces])
             if start is not None:
                 found[rank] = slab[start : start + total]
                 continue
@@ -235,7 +227,7 @@ class _Fill:
                 into += count * nbytes
         return found
 
-    def _room(self, wanted: Mapping[int, Sequence[_Piece]]) -> dict[int, torch.Tensor]:
+    def _room(self, wanted: Mapping[int, Sequence[Piece]]) -> dict[int, torch.Tensor]:
         """Memory for what comes from each other rank."""
         sizes = {
             rank: sum(piece.part.rows * piece.part.nbytes for piece in pieces)
@@ -251,7 +243,7 @@ class _Fill:
             memory = self.buffers[name] = torch.empty(nbytes + PAGE, dtype=torch.uint8)
         return memory[:nbytes]
 
-    def _place(self, source: torch.Tensor, pieces: Sequence[_Piece], *, packed: bool) -> None:
+    def _place(self, source: torch.Tensor, pieces: Sequence[Piece], *, packed: bool) -> None:
         """Put pieces where they belong; ``packed``: they lie one after the other in ``source``."""
         at = source.data_ptr()
         for piece in pieces:
@@ -335,41 +327,6 @@ class _Fill:
         for job in self.after:
             self.filling.compare_part(job.target, job.view, job.expr, job.tensor or "")
             self._done(job)
-
-
-class _Sweeps:
-    """One rank's places, gone through once for each pass over the files."""
-
-    def __init__(self, every: Sequence[Place], late: Sequence[Place]) -> None:
-        self.places = every
-        numbers: dict[Place, list[int]] = {}
-        for number, place in enumerate(every):
-            numbers.setdefault(place, []).append(number)
-        self._late = [numbers[place].pop() for place in reversed(late)][::-1]
-        self._passes = (Sweep(every), Sweep(late))
-
-    def pieces(self, part: Sequence[tuple[int, Segment]], first_late: int) -> Iterator[_Piece]:
-        """What of a part of a round the rank needs, in an order that both ends know."""
-        at = 0
-        for index, segment in part:
-            is_late = index >= first_late
-            for found in self._passes[is_late].meeting(segment):
-                number = self._late[found] if is_late else found
-                place = self.places[number]
-                for each in cut(place, segment.start, segment.end):
-                    begin = place.offset + each.row * place.file_stride + each.column
-                    yield _Piece(number, each, at + begin - segment.start)
-            at += segment.end - segment.start
-
-
-def _one_run(pieces: Sequence[tuple[int, int, Cut]]) -> int | None:
-    """Where pieces begin that lie one after the other in a buffer without a gap; else None."""
-    end = start = pieces[0][0]
-    for at, stride, part in pieces:
-        if at != end or (part.rows > 1 and stride != part.nbytes):
-            return None
-        end += part.rows * part.nbytes
-    return start
 
 
 def _place(segment: Segment) -> Place:

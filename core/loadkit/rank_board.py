@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from loadkit.errors import DistributedError, LoadkitError
@@ -111,10 +112,10 @@ class Board:
                 raise self._not_there(what, waited)
             time.sleep(pause)
             pause = min(0.05, pause * 1.5)
-        found = [self._ask(lambda r=rank: self._take(f"{what}/{r}")) for rank in range(self.size)]
+        found = [self._ask(partial(self._take, f"{what}/{rank}")) for rank in range(self.size)]
         spent, self._spent = self._spent, [f"{what}/{self.rank}"]
         for key in spent:
-            self._ask(lambda k=key: self._forget(k))
+            self._ask(partial(self._forget, key))
         return found
 
     def check(self) -> None:
@@ -301,9 +302,7 @@ class Board:
         """The error about ranks that did not come."""
         keys = {rank: f"{what}/{rank}" for rank in range(self.size)}
         absent = [
-            rank
-            for rank, key in keys.items()
-            if not self._ask(lambda k=key: self._store.check([k]))
+            rank for rank, key in keys.items() if not self._ask(partial(self._store.check, [key]))
         ]
         names = " and ".join(self.names[rank] for rank in absent) or "a rank"
         return DistributedError(

@@ -121,7 +121,7 @@ class Arrivals:
 
     def _add(self, target: Target, moves: Moves) -> None:
         if is_accelerator(device_of(target, self._device)):
-            computed = [
+            computed: list[tuple[View, Expr]] = [
                 (view, expr)
                 for view, expr in target.pieces
                 if not isinstance(expr, Filled) and not is_kept(target.storage, expr)
