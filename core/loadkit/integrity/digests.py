@@ -31,7 +31,9 @@ _KINDS = {"sha256": ("E_DIGEST", "SHA-256"), "crc32": ("E_CRC", "CRC-32")}
 class Hash(Protocol):
     """What ``hashlib`` makes."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """The algorithm's."""
 
     def update(self, data: memoryview | bytes, /) -> None:
         """The next bytes."""

@@ -211,7 +211,9 @@ class _Fields:
         others: list[int] = []
         values: list[tuple[int, int]] = []
         at = 1
-        for _ in range(block[0] if block else 0):
+        if not block or not block[0]:
+            return hashes, (), values  # whatever follows: nobody is told what it is
+        for _ in range(block[0]):
             if at + 2 > len(block) or at + 2 + block[at + 1] > len(block):
                 raise _wrong(self.index, self.entry, "E_HEADER", "has hashes past their field")
             kind, size = block[at], block[at + 1]
@@ -224,7 +226,7 @@ class _Fields:
                 raise _unverified(self.index, self.entry, f"has a hash of type {kind} that is none")
             else:
                 hashes[kind] = value
-        if at != max(1, len(block)):
+        if at != len(block):
             raise _wrong(self.index, self.entry, "E_HEADER", "has bytes after its hashes")
         return hashes, tuple(others), values
 
