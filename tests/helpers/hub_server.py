@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-__all__ = ["Hub", "Request", "hub_server"]
+__all__ = ["TOKEN", "Hub", "Request", "ask_hub", "hub_server"]
 
 LARGE = 4096  # bytes
 LFS_NAMES = (".safetensors", ".bin", ".gguf", ".pth", ".pt")
@@ -218,7 +218,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         start = int(query.get("cursor", ["0"])[0])
         items = self.hub.listed(repo)
-        page = items[start : start + self.hub.page]
+        page = items[start : start + self.hub.page] if isinstance(items, list) else items
         headers = {}
         if start + self.hub.page < len(items):
             after = f"{self.hub.url}{request.path}?recursive=true&cursor={start + self.hub.page}"
@@ -305,6 +305,26 @@ class _Handler(BaseHTTPRequestHandler):
                     request.sent += len(data)
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: object) -> None:
+        """Clients that go away are nothing to print."""
+
+
+def ask_hub(hub: Hub, home: Path, monkeypatch: Any, *, token: str = "") -> None:
+    """Set the environment so that the hub is this server, and its cache is in ``home``."""
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    monkeypatch.setenv("HF_HOME", str(home))
+    monkeypatch.setenv("NO_PROXY", "*")
+    if token:
+        monkeypatch.setenv("HF_TOKEN", token)
+
+
 @contextmanager
 def hub_server(**repos: Path) -> Iterator[Hub]:
     """The server, running until the end of the block.
@@ -316,8 +336,7 @@ def hub_server(**repos: Path) -> Iterator[Hub]:
     servers = []
     for where in ("hub", "cdn"):
         handler = type("Handler", (_Handler,), {"hub": hub, "where": where})
-        server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        server.daemon_threads = True
+        server = _Server(("127.0.0.1", 0), handler)
         thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
         thread.start()
         servers.append((server, thread))

@@ -8,14 +8,16 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from loadkit.detect import FORMAT_PATTERNS, detect_load_format, kind_of
-from loadkit.errors import LoadkitError, NoWeightsError
+from loadkit.errors import IndexFileError, LoadkitError, NoWeightsError
 from loadkit.file_checks import show
+from loadkit.json_safe import parse_json
+from loadkit.sources.paths import check_name
 
 if TYPE_CHECKING:
     from loadkit.config import LoadConfig
     from loadkit.sources.base import FileInfo
 
-__all__ = ["find_quant", "is_small", "weight_names"]
+__all__ = ["files_of_index", "find_quant", "is_small", "weight_names"]
 
 SMALL = 64 << 20  # bytes of the largest small file: tokenizers of 20 MB exist
 _SMALL_NAMES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "README.md")
@@ -51,6 +53,19 @@ def weight_names(listing: Sequence[FileInfo], load_config: LoadConfig) -> list[s
     wanted = "pt" if wanted == "npcache" else wanted
     kinds = {wanted} if wanted in FORMAT_PATTERNS else {"safetensors"}
     return [info.name for info in listing if kind_of(info.name) in kinds]
+
+
+def files_of_index(data: bytes, name: str) -> list[str]:
+    """The weight files that an index names.
+
+    Raises:
+        LoadkitError: it is none.
+    """
+    index = parse_json(data, file=name, max_bytes=len(data))
+    named = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(named, dict):
+        raise IndexFileError(f"{show(name)} has no weight_map", file=name)
+    return sorted({check_name(file) for file in named.values()})
 
 
 def find_quant(names: Iterable[str], quant: str, repo: str) -> str:

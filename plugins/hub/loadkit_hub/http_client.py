@@ -22,6 +22,7 @@ __all__ = ["HttpClient", "Response", "origin_of"]
 
 MAX_REDIRECTS = 8
 UNREACHED = 3  # attempts at a server that does not take the connection
+ATTEMPTS = 8  # at one that takes it and does not answer
 IDLE = 16  # connections kept open for later requests
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _PORTS = {"http": 80, "https": 443}
@@ -159,7 +160,7 @@ class HttpClient:
             except (OSError, http.client.HTTPException) as error:
                 if self._unreached(error) and patience.attempts + 1 >= UNREACHED:
                     raise unreached(url, error) from error
-                patience.pause(reason(error))
+                patience.pause(reason(error), most=ATTEMPTS)
                 continue
             if response.status not in RETRIED:
                 return response

@@ -83,8 +83,9 @@ class HttpResource:
         at, renewed = start, False
         while at < end:
             response = self._ask(at, end, patience)
-            if response.status in (401, 403, 410) and self._found and not renewed:
-                response.close()  # a signed address may have expired: ask for another
+            signed = self._found is not None or bool(response.hops)
+            if response.status in (401, 403, 410) and signed and not renewed:
+                response.close()  # a signed address may have expired: ask for another, once
                 self._found, renewed = None, True
                 continue
             try:

@@ -9,17 +9,18 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from loadkit.errors import DownloadError, PathError, ReadError
+from loadkit.errors import DownloadError, LoadkitError, PathError, ReadError
 from loadkit.file_checks import show
 from loadkit.progress import Progress
 from loadkit.sources.base import File, FileInfo, Source
 from loadkit.sources.local import LISTED_DEPTH, SIDE_FILES, LocalFile, LocalSource
 from loadkit.sources.paths import check_name
-from loadkit_hub.choice import find_quant, is_small, weight_names
+from loadkit_hub.choice import files_of_index, find_quant, is_small, weight_names
 from loadkit_hub.remote_file import RemoteFile
 
 if TYPE_CHECKING:
@@ -235,9 +236,6 @@ class Repository(Source):
 
     def _needed_weights(self) -> Sequence[str]:
         """Weight files by the listing; those that an index names, where one is there."""
-        from loadkit.errors import LoadkitError
-        from loadkit.json_safe import parse_json
-
         listing = self.list()
         names = weight_names(listing, self.load_config)
         if self.single is not None:
@@ -248,12 +246,8 @@ class Repository(Source):
                 continue
             if not self._has_name(info.name) or not any(n.endswith(kind[-4:]) for n in names):
                 continue
-            try:
-                data = self.open(info.name).read(0, info.size)
-                index = parse_json(data, file=info.name, max_bytes=len(data))
-                return sorted({check_name(file) for file in index["weight_map"].values()})
-            except (LoadkitError, KeyError, TypeError, AttributeError):
-                continue  # the loader says what is wrong with it
+            with suppress(LoadkitError):  # the loader says what is wrong with it
+                return files_of_index(self.open(info.name).read(0, info.size), info.name)
         return names
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Settings", "cache_folder", "read_settings"]
 
+_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 _TRUE = frozenset({"1", "ON", "YES", "TRUE"})
 
 
@@ -61,10 +62,8 @@ def read_settings(load_config: LoadConfig) -> Settings:
     from huggingface_hub import constants
 
     hub: Any = constants
-    offline = hub.is_offline_mode() or any(
-        os.environ.get(name, "").upper() in _TRUE
-        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-    )
+    said = [os.environ[name] for name in _OFFLINE if name in os.environ]
+    offline = any(text.upper() in _TRUE for text in said) if said else hub.is_offline_mode()
     endpoint = (os.environ.get("HF_ENDPOINT") or hub.ENDPOINT).rstrip("/")
     cache = cache_folder(load_config) or _cache(hub)
     return Settings(endpoint, offline, cache, None if offline else _token(hub))

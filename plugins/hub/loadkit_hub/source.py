@@ -5,19 +5,21 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from loadkit import __version__
-from loadkit.errors import DownloadError
+from loadkit.errors import DownloadError, LoadkitError
 from loadkit.file_checks import show, show_path
 from loadkit.sources.base import FileInfo
 from loadkit.text import printable
 from loadkit_hub.address import parse_address
 from loadkit_hub.blobs import fetch_blob
 from loadkit_hub.cache import RepoCache
+from loadkit_hub.choice import files_of_index
 from loadkit_hub.http_client import HttpClient, Response, origin_of
 from loadkit_hub.http_resource import HttpResource
 from loadkit_hub.listing import COMMIT, Entry, commit_of, fetch_listing
@@ -226,11 +228,15 @@ class HubSource(Repository):
 
 
 def _walked(folder: Path) -> list[FileInfo]:
-    """Every file below a folder, links to nothing among them (0 bytes)."""
-    found = []
+    """Every file below a folder, and what its index names; those that are missing have 0 bytes."""
+    found: dict[str, int] = {}
     for where, _, names in os.walk(folder):
         for name in names:
             path = Path(where, name)
-            size = path.stat().st_size if path.is_file() else 0
-            found.append(FileInfo(path.relative_to(folder).as_posix(), size))
-    return sorted(found, key=lambda info: info.name)
+            inside = path.relative_to(folder).as_posix()
+            found[inside] = path.stat().st_size if path.is_file() else 0
+    for index in [name for name in found if name.endswith(".index.json") and "/" not in name]:
+        with suppress(LoadkitError, OSError):  # the loader says what is wrong with it
+            for name in files_of_index(Path(folder, index).read_bytes(), index):
+                found.setdefault(name, 0)
+    return [FileInfo(name, size) for name, size in sorted(found.items())]
