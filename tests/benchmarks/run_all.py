@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import generate, gguf_decode, gguf_packed, races
+from benchmarks import generate, gguf_decode, gguf_packed, pt_catalogue, races
 from benchmarks.harness import (
     Benchmark,
     Figures,
@@ -122,11 +122,26 @@ def gguf_load(small: bool) -> Benchmark:
     )
 
 
+def pt_archive(small: bool) -> Benchmark:
+    """What is in a ``.bin`` of 20,000 tensors."""
+    generate.CACHE.mkdir(parents=True, exist_ok=True)
+    count = 20_000
+    path = pt_catalogue.write_many(generate.CACHE / f"many-{count}.bin", count)
+    return Benchmark(
+        "pt-catalogue",
+        pt_catalogue.catalogue_variants(path),
+        base="torch.load",
+        files=[path],
+        columns=("cpu_s", "returned_s", "anon_mib", "tensors"),
+    )
+
+
 # name -> what makes it; "dense-cold" and "tp2-cold" are from storage
 BENCHMARKS: dict[str, Callable[[bool], Benchmark]] = {
     "dense": races.dense_race,
     "dense-cold": races.cold,
     "copies": races.copies,
+    "libraries": races.libraries,
     "moe": races.moe_race,
     "tp2": races.tp_race,
     "tp2-cold": races.tp_cold,
@@ -139,6 +154,7 @@ BENCHMARKS: dict[str, Callable[[bool], Benchmark]] = {
     "gguf-header": gguf_header,
     "gguf-packed": packed,
     "gguf-load": gguf_load,
+    "pt-catalogue": pt_archive,
 }
 
 

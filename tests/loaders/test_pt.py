@@ -24,6 +24,7 @@ from loadkit.errors import (
     NoWeightsError,
     OptionError,
 )
+from loadkit.sources.base import File
 from loadkit.sources.local import LocalSource
 from loadkit_default.loader import DefaultModelLoader
 from loadkit_default.pt.archive import read_archive
@@ -449,6 +450,41 @@ def test_a_changed_archive_is_noticed(tmp_path: Path, monkeypatch: pytest.Monkey
         loadkit.load(tmp_path)
     assert caught.value.code in ("E_CHANGED", "E_TRUNCATED")
     assert caught.value.file == "pytorch_model.bin"
+
+
+class Remote(File):
+    """A file that is read by requests, and counts them."""
+
+    def __init__(self, data: bytes) -> None:
+        self.name, self.size, self.data, self.asked = "m.bin", len(data), data, 0
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        assert offset >= 0 and offset + nbytes <= self.size
+        self.asked += 1
+        return self.data[offset : offset + nbytes]
+
+    def check_unchanged(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("numel", [1, 1000])
+def test_a_remote_archives_records_are_found_without_a_request_for_each(
+    numel: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.bin"
+    torch.save({f"w{n}": torch.full((numel,), float(n)) for n in range(300)}, path)
+    remote = Remote(path.read_bytes())
+    found = read_archive(remote)
+    assert remote.asked < 15
+    local = read(path)
+    places = [(info.name, info.offset) for info in found.tensors]
+    assert places == [(info.name, info.offset) for info in local.tensors]
+
+
+def test_a_remote_archive_that_is_laid_out_otherwise_has_its_headers_read() -> None:
+    remote = Remote(archive(one_tensor(), {"data/0": FLOATS, "data/1": bytes(100)}))
+    (info,) = read_archive(remote).tensors
+    assert remote.data[info.offset :].startswith(FLOATS)
 
 
 def test_a_pickle_longer_than_the_first_window_is_read(tmp_path: Path) -> None:

@@ -4,6 +4,10 @@ Every record is checked twice, against the directory and against its own local h
 may share a byte. Nothing is inflated: a compressed record is refused. Time and memory are linear
 in the directory, whose size is limited.
 
+Of a remote file, local headers are not fetched one by one where the directory alone leaves one
+place for the data: ``torch.save`` begins each record's data at the next multiple of 64 bytes, and
+what follows it is a descriptor of 16 or 24 bytes, and then the next record.
+
 Source: APPNOTE.TXT 6.3 (the zip format), sections 4.3 and 4.5.
 """
 
@@ -31,6 +35,8 @@ _ENTRY = struct.Struct("<4s6H3I5H2I")
 _LOCAL = struct.Struct("<4s5H3I2H")
 _LONG = struct.Struct("<Q")
 _U16, _U32 = 0xFFFF, 0xFFFFFFFF
+_ALIGN = 64  # of a record's data, as torch.save lays it out
+_DESCRIPTORS = (16, 24)  # bytes behind the data
 _ENCRYPTED = 0x1 | 0x40 | 0x2000
 _SIZES_FOLLOW = 0x8  # the local header may say 0: a descriptor behind the data has the sizes
 
@@ -98,7 +104,9 @@ def check_records(file: File, records: dict[str, Record], directory: int) -> Non
     """
     before = 0
     last = ""
-    for record in sorted(records.values(), key=lambda each: each.header):
+    ordered = sorted(records.values(), key=lambda each: each.header)
+    nexts = [*(record.header for record in ordered[1:]), directory]
+    for record, following in zip(ordered, nexts, strict=True):
         if record.flags & _ENCRYPTED:
             _wrong(file, f"record {record.name!r} is encrypted", record.header)
         if record.method or record.packed != record.size:
@@ -110,7 +118,9 @@ def check_records(file: File, records: dict[str, Record], directory: int) -> Non
             )
         if record.header < before:
             _wrong(file, f"records {last!r} and {record.name!r} overlap", record.header)
-        record.start = _data_start(file, record, directory)
+        record.start = 0 if file.local else _only_start(record, following)
+        if not record.start:
+            record.start = _data_start(file, record, directory)
         before, last = record.start + record.size, record.name
         if before > directory:
             _wrong(file, f"record {record.name!r} runs into the directory", record.header)
@@ -219,6 +229,16 @@ def _zip64(file: File, extra: bytes, values: tuple[int, ...], at: int) -> list[i
         _wrong(file, "a record's zip64 sizes are missing", at)
     longs = (found[0] for found in _LONG.iter_unpack(field[: len(field) // 8 * 8]))
     return [next(longs) if value == _U32 else value for value in values]
+
+
+def _only_start(record: Record, following: int) -> int:
+    """Where ``torch.save`` puts a record's data; 0 where the next header is not right behind."""
+    start = record.header + _LOCAL.size + len(record.raw_name) + 4
+    if record.size >= _U32 or record.header >= _U32:
+        start += 4 + (16 if record.size >= _U32 else 0) + (8 if record.header >= _U32 else 0)
+    start += -start % _ALIGN
+    follows = following - start - record.size
+    return start if record.flags & _SIZES_FOLLOW and follows in _DESCRIPTORS else 0
 
 
 def _data_start(file: File, record: Record, directory: int) -> int:
