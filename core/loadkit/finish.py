@@ -70,6 +70,8 @@ class Finisher:
         place(self._by_name, turn.targets, memory)
         if turn.module is not None:
             memory.clear()
+            for name in (name for target in turn.targets for name in target.names):
+                self._by_name.pop(name, None)  # a method may put another in its place
             self._finish_weights(turn.name, turn.module)
 
     def finish(self) -> None:
