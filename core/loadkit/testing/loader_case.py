@@ -49,6 +49,9 @@ class LoaderCase:
         free_form: any set of named tensors can be written in it; else only a whole model.
         reads_files: what it gives comes from files.
         follows_quantization: it builds models with the checkpoint's ``quantization_config``.
+        quantization_by_request: it follows ``quantization=``; said where it does not follow the
+            checkpoint's.
+        read_ahead: bytes of a file that may be read at once when its header is.
         tp_sizes: tensor-parallel sizes that are tried, of 1, 2 and 4.
         dtype: of the checkpoint and of the model.
         architecture: the class that is loaded; None: a model of the contract's own.
@@ -66,6 +69,8 @@ class LoaderCase:
     free_form: ClassVar[bool] = True
     reads_files: ClassVar[bool] = True
     follows_quantization: ClassVar[bool] = True
+    quantization_by_request: ClassVar[bool] = False
+    read_ahead: ClassVar[int] = 0
     tp_sizes: ClassVar[tuple[int, ...]] = (1, 2, 4)
     dtype: ClassVar[torch.dtype] = torch.float32
     architecture: ClassVar[str | None] = None

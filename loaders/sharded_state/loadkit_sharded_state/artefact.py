@@ -147,6 +147,8 @@ def _by_manifest(source: Source, manifest: Manifest, listing: Sequence[FileInfo]
             raise ShardedError(
                 f"{show(name)} has {sizes[name]} bytes; {MANIFEST} says {entry.size}",
                 file=name,
+                tensor=_at(entry, sizes[name]),
+                offset=min(entry.size, sizes[name]),
                 detail={"expected": entry.size, "actual": sizes[name]},
                 hint="the file is not of this save, or was cut short; copy it again",
             )
@@ -160,6 +162,12 @@ def _by_manifest(source: Source, manifest: Manifest, listing: Sequence[FileInfo]
             )
         files[entry.rank].append(name)
     return Artefact(source, manifest.topology, files, manifest)
+
+
+def _at(entry: FileEntry, offset: int) -> str | None:
+    """The last tensor of a file that begins before an offset."""
+    starts = [(one.offset, key) for key, one in entry.tensors.items() if one.offset < offset]
+    return max(starts)[1] if starts else None
 
 
 def _check_header(name: str, entry: FileEntry, tensors: Iterable[TensorInfo]) -> None:

@@ -28,7 +28,8 @@ class MatrixFormat:
         tp_slices: a rank reads its own part only. Checked.
         zero_copy: parameters may be views of the file. Checked.
         digest: ``verify="digest"`` is followed. Checked.
-        save: ``loadkit.save`` writes it. Checked.
+        save: ``loadkit.save`` writes it, under the name ``save_format`` (the load format's where
+            that is empty) with ``save_options``. Checked.
         streamed: a remote source is read straight into parameters, without a local copy.
         remote_plan: a plan of a remote source reads headers by ranges, never the weights.
         verified: other words for the column, where the format has digests of its own.
@@ -46,6 +47,8 @@ class MatrixFormat:
     zero_copy: bool = False
     digest: bool = True
     save: bool = False
+    save_format: str = ""
+    save_options: dict[str, Any] = {}
     streamed: bool = False
     remote_plan: bool = False
     verified: str = ""
