@@ -17,11 +17,21 @@ from loadkit.text import printable
 from loadkit_hub.http_client import HttpClient, Response, origin_of, reason
 from loadkit_hub.patience import Patience
 
-__all__ = ["COMMIT", "Entry", "commit_of", "fetch_listing", "read_listing", "written_listing"]
+__all__ = [
+    "COMMIT",
+    "MAX_FILES",
+    "MAX_SIZE",
+    "SHA256",
+    "Entry",
+    "commit_of",
+    "fetch_listing",
+    "read_listing",
+    "written_listing",
+]
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 _OID = re.compile(r"[0-9a-f]{40}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+SHA256 = re.compile(r"[0-9a-f]{64}")
 _NEXT = re.compile(r'<([^<>]{1,4096})>\s*;\s*rel="next"')
 MAX_FILES = 100_000
 MAX_PAGE = 32 << 20  # bytes
@@ -142,7 +152,7 @@ def _entry(where: str, item: Mapping[str, Any]) -> Entry:
 def _checked(
     where: str, name: str, size: object, digest: object, blob: object, *, large: bool
 ) -> Entry:
-    rule = _SHA256 if large else _OID
+    rule = SHA256 if large else _OID
     good = isinstance(size, int) and not isinstance(size, bool) and 0 <= size <= MAX_SIZE
     if not good or not isinstance(digest, str) or not rule.fullmatch(digest):
         raise _wrong(where, f"says of {printable(name)} a size or a digest that cannot be")

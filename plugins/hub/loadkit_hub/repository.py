@@ -80,6 +80,10 @@ class Repository(Source):
     def _fetch(self, name: str, landed: Callable[[int], None]) -> None:
         """Have one file in the local copy."""
 
+    def _arrived(self, nbytes: int) -> None:
+        with self._lock:
+            self.bytes_fetched += nbytes
+
     def _before_fetching(self) -> None:
         """Called once before files are fetched."""
 
@@ -161,7 +165,10 @@ class Repository(Source):
         if self._here is None:
             config = replace(self.load_config, subfolder=None)
             self._here = LocalSource(self._folder() / self._prefix, config)
-        return self._here.open(name)
+        file = self._here.open(name)
+        if not isinstance(file, LocalFile):
+            raise PathError(f"{show(name)} is no file of this machine", file=name)
+        return file
 
     def opened(self) -> Sequence[File]:
         """The files that are open, by name."""

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from loadkit import __version__
-from loadkit.errors import DownloadError, LoadkitError
+from loadkit.errors import DownloadError
 from loadkit.file_checks import show, show_path
 from loadkit.sources.base import FileInfo
 from loadkit.text import printable
 from loadkit_hub.address import parse_address
 from loadkit_hub.blobs import fetch_blob
 from loadkit_hub.cache import RepoCache
-from loadkit_hub.choice import files_of_index
 from loadkit_hub.http_client import HttpClient, Response, origin_of
 from loadkit_hub.http_resource import HttpResource
 from loadkit_hub.listing import COMMIT, Entry, commit_of, fetch_listing
@@ -27,6 +24,7 @@ from loadkit_hub.patience import Patience
 from loadkit_hub.refusals import refusal
 from loadkit_hub.repository import Repository
 from loadkit_hub.settings import read_settings
+from loadkit_hub.walk import files_below
 
 if TYPE_CHECKING:
     from loadkit.config import LoadConfig
@@ -146,7 +144,7 @@ class HubSource(Repository):
         folder = self._folder()
         if not folder.is_dir():
             raise self._not_cached()
-        return list(_walked(folder))
+        return files_below(folder)
 
     def _patience(self, what: str) -> Patience:
         return Patience(self.load_config, what)
@@ -186,10 +184,6 @@ class HubSource(Repository):
             self._arrived,
         )
 
-    def _arrived(self, nbytes: int) -> None:
-        with self._lock:
-            self.bytes_fetched += nbytes
-
     def _check(self, entry: Entry, response: Response) -> None:
         """The hub's first answer for a file is about the very bytes that its listing names.
 
@@ -225,18 +219,3 @@ class HubSource(Repository):
     def close(self) -> None:
         super().close()
         self._client.close()
-
-
-def _walked(folder: Path) -> list[FileInfo]:
-    """Every file below a folder, and what its index names; those that are missing have 0 bytes."""
-    found: dict[str, int] = {}
-    for where, _, names in os.walk(folder):
-        for name in names:
-            path = Path(where, name)
-            inside = path.relative_to(folder).as_posix()
-            found[inside] = path.stat().st_size if path.is_file() else 0
-    for index in [name for name in found if name.endswith(".index.json") and "/" not in name]:
-        with suppress(LoadkitError, OSError):  # the loader says what is wrong with it
-            for name in files_of_index(Path(folder, index).read_bytes(), index):
-                found.setdefault(name, 0)
-    return [FileInfo(name, size) for name, size in sorted(found.items())]
