@@ -66,7 +66,7 @@ def decoded(index: Index, key: bytes | None, *, verify: bool) -> Iterator[tuple[
     with reading_errors(name, remote=remote):
         secret = None if key is None else tensorizer.DecryptionParams.from_key(key)
     for chunk in _chunks(index.entries):
-        names = {entry.path if len(entry.path) > 1 else entry.path[0]: entry for entry in chunk}
+        names = {entry.path: entry for entry in chunk}
         with reading_errors(name, remote=remote):
             reader = tensorizer.TensorDeserializer(
                 CheckedStream(index, verify=verify),

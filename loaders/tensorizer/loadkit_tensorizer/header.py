@@ -50,7 +50,7 @@ _STATE_DICT = 2
 _KINDS = (0, 1, _STATE_DICT)  # parameter, buffer, entry of a state dict
 _SHORTEST = 2 + 1 + 1 + 1 + 1 + _LOCATION.size  # bytes of an entry with a name of one letter
 _MAX_HEADER = 1 << 18  # bytes of a tensor's header without what encryption adds
-_LAST = 8  # zero bytes after the last tensor, which old versions wrote
+_LAST = 8  # zero bytes after the last tensor: a header of no length
 _AGAIN = "the file is damaged: download or copy it again"
 
 
@@ -59,7 +59,8 @@ class Entry:
     """One tensor of the index.
 
     Attributes:
-        name: with dots; ``path``: as the file has it, where that is more than a text.
+        name: with dots; of a module's own parameters without the dot that they are stored with.
+        path: the stored name as the library has it: a text, or keys and positions.
         raw_name, raw_dtype: the stored bytes, for the tensor's own header.
         kind: 0 parameter, 1 buffer, 2 entry of a state dict.
         dtype: a name of ``DTYPES``, or "C128".
@@ -70,7 +71,7 @@ class Entry:
     """
 
     name: str
-    path: tuple[str | int, ...]
+    path: str | tuple[str | int, ...]
     raw_name: bytes
     raw_dtype: bytes
     kind: int
@@ -255,8 +256,11 @@ class _Reader:
             long = version == _LONG
         raw_name = self._take(self._number(2))
         path = parse_name(raw_name)
-        name = names.add(path)
+        stored = path[0] if len(path) == 1 and isinstance(path[0], str) else path
         kind = self._number(1)
+        if kind != _STATE_DICT and len(path) == 1:  # of the root module, "" and a dot go before it
+            path = (str(path[0]).removeprefix(".") or path[0],)
+        name = names.add(path)
         if len(path) > 1 and kind != _STATE_DICT:
             raise BadNameError("is a path, and only state dicts have those")
         where = self.at
@@ -283,7 +287,7 @@ class _Reader:
                 tensor=name,
             )
         return Entry(
-            name, path, raw_name, raw_dtype, kind, dtype, shape, long, offset, start, nbytes
+            name, stored, raw_name, raw_dtype, kind, dtype, shape, long, offset, start, nbytes
         )
 
     # -- the layout -------------------------------------------------------------------------------

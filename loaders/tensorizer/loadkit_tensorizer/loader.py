@@ -23,6 +23,7 @@ from loadkit_tensorizer.decoded import check_key, decoded
 from loadkit_tensorizer.digests import digests_of
 from loadkit_tensorizer.found import Found, find
 from loadkit_tensorizer.header import Entry, Index, read_index
+from loadkit_tensorizer.library import library
 from loadkit_tensorizer.options import LOAD_OPTIONS, SAVE_OPTIONS
 from loadkit_tensorizer.streams import StreamedFile, open_uri
 from loadkit_tensorizer.tensor_header import TensorHeader, read_tensor_headers
@@ -101,6 +102,8 @@ class TensorizerLoader(BaseModelLoader):
             if found.names:  # of a URI they are checked as they pass
                 self._headers = read_tensor_headers(index, verify=self._verifies)
             self._check_readers(index)
+            if self._is_decoded(index):
+                library()  # it is there
         except BaseException:
             if not found.names:
                 file.close()
