@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 from xml.sax.saxutils import escape
 
@@ -36,6 +36,9 @@ class Noted:
     headers: dict[str, str]
     status: int = 0
     sent: int = 0
+
+    def __post_init__(self) -> None:
+        self.asked = dict(self.headers)  # behaviours may change the others
 
     @property
     def name(self) -> str:
@@ -211,7 +214,7 @@ class WebServer:
         self._etags: dict[tuple[str, int, int], str] = {}
         self.released = threading.Event()
 
-    def __enter__(self) -> WebServer:
+    def __enter__(self) -> Self:
         self._server = _Server(("127.0.0.1", 0), _Handler)
         self._server.web = self
         self._thread = threading.Thread(
@@ -267,8 +270,9 @@ class WebServer:
         return self._etags[key]
 
     def sent(self, name: str = "") -> int:
-        """Bytes of bodies that were sent, of one file or of all."""
-        return sum(each.sent for each in self.requests if not name or each.name == name)
+        """Bytes of files that were sent, of one file or of all."""
+        good = (each for each in self.requests if each.status in (200, 206))
+        return sum(each.sent for each in good if not name or each.name == name)
 
     def listing(self, path: str, query: dict[str, list[str]]) -> bytes:
         """A page of a bucket's keys, as S3 writes it."""

@@ -13,9 +13,10 @@ from urllib.parse import quote, urlencode
 
 from loadkit.errors import DownloadError
 from loadkit.json_safe import parse_json
+from loadkit_remote.address import Address
 from loadkit_remote.answers import Absent, Pin
 from loadkit_remote.http_rules import unencoded, wrong
-from loadkit_remote.http_transport import Address, HttpTransport
+from loadkit_remote.http_transport import HttpTransport
 from loadkit_remote.patience import Deadline
 
 __all__ = ["EmulatedBucket", "emulator_host"]

@@ -118,8 +118,8 @@ def next_address(name: str, address: str, location: str | None) -> str:
     """
     if not location or len(location) > MAX_LOCATION or _ODD.search(location):
         raise wrong(name, "a redirect to no address")
-    target = urljoin(address, location)
     try:
+        target = urljoin(address, location)
         old, new = urlsplit(address), urlsplit(target)
         host, port = new.hostname or "", _port(new)
     except ValueError:

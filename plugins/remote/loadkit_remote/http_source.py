@@ -15,8 +15,9 @@ from loadkit.manifest import MANIFEST
 from loadkit.sources.base import FileInfo
 from loadkit.sources.local import SIDE_FILES
 from loadkit.sources.paths import check_name
+from loadkit_remote.address import Address
 from loadkit_remote.answers import Pin, Transport
-from loadkit_remote.http_transport import Address, HttpTransport
+from loadkit_remote.http_transport import HttpTransport
 from loadkit_remote.remote_file import BLOCK, RemoteFile
 from loadkit_remote.source import FILE_SUFFIXES, MAX_LISTED, RemoteSource
 

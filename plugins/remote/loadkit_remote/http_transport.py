@@ -6,10 +6,8 @@ requests is not let write a line about them, since it would write whole addresse
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from urllib.parse import quote, unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -25,9 +23,10 @@ from urllib3.exceptions import (
 from urllib3.response import BaseHTTPResponse
 from urllib3.util import Timeout, make_headers
 
-from loadkit.errors import DownloadError, OptionError
+from loadkit.errors import DownloadError
 from loadkit.file_checks import show
 from loadkit.sources.shown import shown_source
+from loadkit_remote.address import Address
 from loadkit_remote.answers import Absent, Answer, Denied, Pin, Transient, Transport, changed
 from loadkit_remote.http_rules import (
     check_same,
@@ -40,8 +39,9 @@ from loadkit_remote.http_rules import (
     wrong,
 )
 from loadkit_remote.patience import Deadline
+from loadkit_remote.quiet import unlogged
 
-__all__ = ["Address", "HttpTransport"]
+__all__ = ["HttpTransport"]
 
 MAX_REDIRECTS = 5
 PIECE = 1 << 20  # bytes taken from a connection at once, at most
@@ -49,47 +49,6 @@ SMALL = 64 << 10  # an answer without ranges is taken up to here, and the rest o
 CONNECTIONS = 32  # that are kept open to one host
 _AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 _MOVED = frozenset({301, 302, 303, 307, 308})
-
-
-@dataclass(frozen=True)
-class Address:
-    """A root on the web: what stands before and after a file's name, and who asks.
-
-    ``root`` ends with "/"; ``query`` is empty or begins with "?"; ``headers`` hold the credentials.
-    """
-
-    root: str
-    query: str
-    headers: dict[str, str]
-
-    @classmethod
-    def of(cls, uri: str) -> tuple[Address, str]:
-        """The address of a URI's folder, and the last part of its path, "" for a folder.
-
-        Raises:
-            OptionError: it names no host.
-        """
-        try:
-            parts = urlsplit(uri)
-            host, port = parts.hostname, parts.port
-        except ValueError:
-            host = port = None
-        if not host or parts.scheme.lower() not in ("http", "https"):
-            raise OptionError(f"{show(shown_source(uri))} is no address of a web server")
-        netloc = f"[{host}]" if ":" in host else host
-        netloc += f":{port}" if port else ""
-        folder, _, last = parts.path.rpartition("/")
-        headers: dict[str, str] = {}
-        if parts.username is not None:
-            user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-            headers = make_headers(basic_auth=user)
-        root = f"{parts.scheme.lower()}://{netloc}{folder}/"
-        query = f"?{parts.query}" if parts.query else ""
-        return cls(root, query, headers), unquote(last)
-
-    def folder(self, name: str) -> Address:
-        """A folder below."""
-        return Address(f"{self.root}{quote(name)}/", self.query, self.headers)
 
 
 class HttpTransport(Transport):
@@ -101,14 +60,14 @@ class HttpTransport(Transport):
     """
 
     def __init__(self, address: Address, timeout: float) -> None:
-        self.address = address
+        self.base = address
         self._timeout = timeout
         self._pools: dict[str, urllib3.PoolManager] = {}
         self._lock = threading.Lock()
 
     def url_of(self, name: str) -> str:
         """The address of a file, secrets and all."""
-        return f"{self.address.root}{quote(name)}{self.address.query}"
+        return f"{self.base.root}{quote(name)}{self.base.query}"
 
     def shown(self, name: str) -> str:
         return shown_source(self.url_of(name))
@@ -137,7 +96,7 @@ class HttpTransport(Transport):
         """
         home = origin_of(url)
         for _ in range(MAX_REDIRECTS + 1):
-            mine = self.address.headers if origin_of(url) == home else {}
+            mine = self.base.headers if origin_of(url) == home else {}
             response = self._ask(name, url, headers | mine, deadline)
             if response.status not in _MOVED:
                 return response
@@ -153,7 +112,7 @@ class HttpTransport(Transport):
         always = {"Accept-Encoding": "identity", "User-Agent": "loadkit"}
         host = origin_of(url)[1]
         try:
-            with _unlogged():
+            with unlogged():
                 return self._pool(url).request(
                     "GET",
                     url,
@@ -171,10 +130,10 @@ class HttpTransport(Transport):
                 file=name,
                 hint="its certificate is not trusted here: see SSL_CERT_FILE",
             ) from None
+        except NewConnectionError:  # a kind of timeout, as the library has it
+            raise Transient(f"no connection to {show(host)}", unreached=True) from None
         except (ConnectTimeoutError, ReadTimeoutError):
             raise Transient(f"no answer within {seconds:.1f} s") from None
-        except NewConnectionError:
-            raise Transient(f"no connection to {show(host)}", unreached=True) from None
         except LocationValueError:
             raise wrong(name, "an address that is none") from None
         except (HTTPError, OSError) as error:
@@ -224,7 +183,8 @@ class HttpTransport(Transport):
         """The size of a whole file that came where a range was asked for, if that will do."""
         length = response.headers.get("Content-Length", "")
         size = int(length) if length.isascii() and length.isdigit() and len(length) < 19 else None
-        if pin is not None and (size is None or pin.strong != response.headers.get("ETag")):
+        now = response.headers.get("ETag"), response.headers.get("Last-Modified")
+        if pin is not None and (pin.etag, pin.modified) != now:
             raise changed(name, 0, "the server sent all of it where a part was asked for")
         if size is None or pin is not None or size > max(SMALL, end):
             known = "unknown length" if size is None else f"{size} bytes"
@@ -317,34 +277,11 @@ def _let_go(response: BaseHTTPResponse) -> None:
     """Give a connection back if its answer is read or short, and close it if not."""
     try:
         left = getattr(response, "length_remaining", None)
-        if left is not None and 0 < left <= SMALL:
-            while response.read1(SMALL, decode_content=False):
+        if left is not None and left <= SMALL:
+            while response.read1(SMALL, decode_content=False):  # the connection sees the end, too
                 pass
-            left = 0
-        if left == 0:
             response.release_conn()
             return
     except (HTTPError, OSError):
         pass
     response.close()
-
-
-_silent = threading.local()
-
-
-class _unlogged:  # noqa: N801 - used like a function
-    """Inside, this thread's requests are not logged by the library that makes them."""
-
-    def __enter__(self) -> None:
-        _silent.now = True
-
-    def __exit__(self, *_: object) -> None:
-        _silent.now = False
-
-
-class _Filter(logging.Filter):
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not getattr(_silent, "now", False)
-
-
-logging.getLogger("urllib3.connectionpool").addFilter(_Filter())
