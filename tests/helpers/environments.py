@@ -99,6 +99,11 @@ class Environment:
         run(*pip, "install", "--quiet", "--find-links", self.wheels, *requirements)
         run(*pip, "check")
 
+    def uninstall(self, *names: str) -> None:
+        """``pip uninstall``."""
+        pip = (sys.executable, "-m", "pip", "--python", self.bin / "python")
+        run(*pip, "uninstall", "--quiet", "--yes", *names)
+
     def python(self, code: str, exit_code: int = 0) -> str:
         """Run Python code; its output."""
         return run(self.bin / "python", "-c", code, code=exit_code)

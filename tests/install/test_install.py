@@ -202,7 +202,31 @@ def test_the_extra_all_installs_every_member(
     environment = environments.Environment(tmp_path / "venv", third_parties, wheels)
     environment.install("loadkit[all]")
     members = {environments.project(member)["name"] for member in environments.MEMBERS}
-    assert environment.distributions() == members | {"loadkit"}
+    assert environment.distributions() == members - {"loadkit-example"} | {"loadkit"}
+
+
+def test_removing_a_distribution_changes_its_own_rows_of_the_formats_alone(
+    tmp_path: Path, third_parties: Path, wheels: Path
+) -> None:
+    environment = environments.Environment(tmp_path / "venv", third_parties, wheels)
+    environment.install("loadkit[gguf,sharded-state]", "loadkit-example")
+
+    def rows() -> dict[str, dict[str, object]]:
+        found = json.loads(environment.loadkit("formats", "--json"))["formats"]
+        return {row["name"]: row for row in found}
+
+    everything = rows()
+    assert everything["raw_folder"]["distribution"] == "loadkit-example"
+    for gone, names in {
+        "loadkit-example": {"raw_folder"},
+        "loadkit-sharded-state": {"sharded_state", "runai_streamer_sharded"},
+    }.items():
+        environment.uninstall(gone)
+        left = rows()
+        assert {name for name in everything if left.get(name) != everything[name]} == names
+        everything = left
+    assert "raw_folder" not in everything  # nobody knows where it could come from
+    assert everything["sharded_state"]["install"] == 'pip install "loadkit[sharded-state]"'
 
 
 def test_the_core_alone_says_that_nothing_is_installed_for_an_architecture(
