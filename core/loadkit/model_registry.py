@@ -130,7 +130,7 @@ class _ModelRegistry:
                 cls = self._ask_plugins(name, model_config)
                 if cls is not None:
                     return cls, name
-        raise self._unsupported(names, impl)
+        raise self._unsupported(names, impl, getattr(model_config, "hf_config", None))
 
     def inspect_model_cls(
         self,
@@ -230,7 +230,7 @@ class _ModelRegistry:
             ) from (error.__cause__ or error)
         return found
 
-    def _unsupported(self, names: tuple[str, ...], impl: str) -> LoadkitError:
+    def _unsupported(self, names: tuple[str, ...], impl: str, config: Any) -> LoadkitError:
         """The error for architectures that nobody has."""
         shown = ", ".join(f"'{printable(name, 100)}'" for name in names)
         if impl == "transformers":
@@ -255,6 +255,9 @@ class _ModelRegistry:
         detail = {**(first.detail or {}), "asked": list(names), "state": "unknown"}
         family = [known for known in self._table.names() if family_of(known) == family_of(names[0])]
         related = f"its family has {', '.join(family[:5])}" if family else None
+        if isinstance(config, HFConfig) and config.get("auto_map"):
+            told = "its config names code of the checkpoint (auto_map), which loadkit never runs"
+            related = f"{told}; {related}" if related else told
         return ArchitectureError(
             f"architecture {shown} is not known: {first.message}",
             detail={**detail, "family": family},

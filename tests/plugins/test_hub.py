@@ -296,7 +296,7 @@ def test_SEC_03_code_of_a_repository_is_neither_fetched_nor_run(hub: Hub, tmp_pa
     )
     save_file(llama_sd(), folder / "model.safetensors")
     for call in (loadkit.plan, loadkit.load):
-        with pytest.raises(LoadkitError, match="EvilForCausalLM"):
+        with pytest.raises(LoadkitError, match=r"EvilForCausalLM.*auto_map.*never runs"):
             call("org/evil")
     loadkit.load("org/evil", architecture="LlamaForCausalLM")
     assert hub.count(path=".py") == 0

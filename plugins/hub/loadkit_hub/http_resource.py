@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Callable
 
-from loadkit.errors import ChangedError, DownloadError
+from loadkit.errors import DownloadError
 from loadkit.file_checks import show
 from loadkit_hub.http_client import HttpClient, Response, reason
 from loadkit_hub.patience import Patience
@@ -61,8 +61,8 @@ class HttpResource:
         """Fill ``into`` from ``offset`` on; a broken connection goes on where it broke.
 
         Raises:
-            DownloadError: the server answers wrong, not at all, or too late.
-            ChangedError: the file is another one than at first.
+            DownloadError: the server answers wrong, not at all or too late, or has another file
+                than at first.
         """
         done = 0
 
@@ -152,8 +152,8 @@ class HttpResource:
             hint="the server, or a proxy before it, is at fault",
         )
 
-    def _changed(self, what: str) -> ChangedError:
-        return ChangedError(
+    def _changed(self, what: str) -> DownloadError:
+        return DownloadError(
             f"{show(self.name)} changed while it was read: {what}",
             file=self.name,
             hint="load again when nothing writes to it",
