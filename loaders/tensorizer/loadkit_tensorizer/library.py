@@ -52,7 +52,7 @@ def library(module: str = "tensorizer") -> Any:
         raise PluginError(
             f"the package tensorizer cannot be imported: {type(error).__name__}: "
             f"{printable(error)}",
-            hint="it needs redis, hiredis, libnacl, boto3, psutil, protobuf, humanize and numpy",
+            hint="it needs boto3, hiredis, libnacl, numpy, protobuf, psutil and redis",
         ) from error
 
 
