@@ -208,6 +208,16 @@ def _overlap() -> bytes:
     return bytes(data)
 
 
+def _swallowed() -> bytes:
+    """A record whose data reaches over the next one, header and all; both headers of it agree."""
+    data = bytearray(archive(one_tensor(), {"data/0": FLOATS, "data/1": FLOATS}))
+    size = data.find(b"PK\x01\x02") - data.find(FLOATS)
+    entry = data.find(b"archive/data/0", data.find(b"PK\x01\x02")) - 46
+    struct.pack_into("<II", data, entry + 20, size, size)
+    struct.pack_into("<II", data, data.find(b"archive/data/0") - 30 + 18, size, size)
+    return bytes(data)
+
+
 def _renamed() -> bytes:
     data = bytearray(archive(one_tensor()))
     at = data.find(b"archive/data/0")
@@ -325,6 +335,7 @@ ROWS: dict[str, Row] = {
         lambda: archive(one_tensor() + bytes(1 << 24), compress=("data.pkl",)),
     ),
     "P29": _row("E_ZIP", _overlap),
+    "P29-swallowed": _row("E_ZIP", _swallowed),
     "P30-local-size": _row("E_ZIP", _changed(local_size=15, local_packed=15)),
     "P30-local-crc": _row("E_ZIP", _changed(local_crc=1)),
     "P31": _row("E_ZIP", _zip64_lie),
