@@ -73,6 +73,9 @@ class StreamedFile(File):
                 done = len(self._head) - offset
                 into[:done] = self._head[offset:]
                 offset, into = offset + done, into[done:]
+            if offset < self._stream.tell():  # from the begin: not every server knows ranges
+                self.close()
+                self._stream = self._connect()
             self._stream.seek(offset)
             at = 0
             while at < len(into):
