@@ -41,6 +41,20 @@ def world(tmp_path: Path) -> Iterator[World]:
         yield made
 
 
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of this project only the core and the default formats are installed."""
+    real = entry_index._ours
+    kept = {"loadkit-core", "loadkit-default"}
+    monkeypatch.setattr(
+        entry_index, "_ours", lambda found: [d for d in real(found) if d.name in kept]
+    )
+    entry_index.refresh()
+    yield
+    monkeypatch.undo()
+    entry_index.refresh()
+
+
 def loader(name: str = "X") -> str:
     return LOADER.format(name=name)
 
@@ -71,6 +85,7 @@ def test_an_entry_says_where_it_comes_from(world: World) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.usefixtures("few")
 def test_known_names_that_are_not_installed_are_listed_with_their_pip_line() -> None:
     entry = next(each for each in tables.loaders.entries() if each.name == "tensorizer")
     assert (entry.state, entry.install) == ("not installed", 'pip install "loadkit[tensorizer]"')
@@ -163,6 +178,7 @@ def test_PLG_03_two_equal_records_of_one_version_are_no_news(world: World) -> No
     assert tables.loaders.names().count("toy") == 1
 
 
+@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize(
     ("name", "line"),
     [
