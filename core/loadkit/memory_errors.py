@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from loadkit.errors import ResourceError
 
-__all__ = ["memory_errors", "memory_given_back"]
+__all__ = ["give_back", "memory_errors", "memory_given_back"]
 
 _SAID = ("DefaultCPUAllocator", "not enough memory")  # by torch, which raises a RuntimeError
 
@@ -36,18 +36,26 @@ def memory_errors() -> Iterator[None]:
 _HINT = "free memory, or load over more ranks: each then holds less"
 
 
+def give_back() -> None:
+    """Make freed blocks the system's again.
+
+    The C library keeps those below 32 MiB for the next allocation; between blocks that stay they
+    are of no use to a larger one.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
 @contextmanager
 def memory_given_back() -> Iterator[None]:
     """After an error inside, what was allocated is the system's again.
 
-    The C library keeps freed blocks below 32 MiB for the next allocation: after a load of many
-    tensors that is most of them.
+    After a load of many tensors, blocks that the C library would keep are most of it.
     """
     try:
         yield
     except BaseException:
         gc.collect()  # modules hold each other
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
-        if trim is not None:
-            trim(ctypes.c_size_t(0))
+        give_back()
         raise

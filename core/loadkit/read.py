@@ -13,6 +13,7 @@ from loadkit.device_layer import DeviceLayer
 from loadkit.distribute import Distribution
 from loadkit.errors import ResourceError
 from loadkit.execution import Moves, Target, chunks, fetch_strips, files_of, moves_of, place_at
+from loadkit.memory_errors import give_back
 from loadkit.readers.base import Extent, Reader
 from loadkit.staged_read import Stage
 from loadkit.staging import tied_error
@@ -27,6 +28,8 @@ from loadkit.tracing.view import View
 from loadkit.turns import Turn
 
 __all__ = ["ReadResult", "read_targets", "read_turns"]
+
+_FREED = 8 << 20  # bytes of modules' raw weights after which the C library gives them back
 
 Landed = Callable[[int], None]
 Ready = Callable[[Turn, dict[int, torch.Tensor]], None]
@@ -132,6 +135,7 @@ def read_turns(
     """
     run = _Run(reader, _Memory(device), landed)
     todos = [[(t, moves_of(t, alias=alias)) for t in turn.targets] for turn in turns]
+    freed = 0
     with Stage(reader, run.memory, device, landed) as stage:
         run.save_old([item for todo in todos for item in todo])
         if share is not None:
@@ -139,7 +143,12 @@ def read_turns(
         for turn, todo in zip(turns, todos, strict=True):
             run.turn(todo, stage)
             ready(turn, dict(run.memory.flat))
+            if turn.module is not None:
+                freed += sum(flat.nbytes for flat in run.memory.flat.values())
             run.memory.flat.clear()
+            if freed >= _FREED:  # or what modules become would lie between what they were
+                freed = 0
+                give_back()
     run.result.bytes_read += stage.bytes_read
     run.result.overflows += stage.overflows
     targets = [target for todo in todos for target, _ in todo]
