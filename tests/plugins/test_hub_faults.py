@@ -20,7 +20,7 @@ from helpers.hub_server import TOKEN, Hub, Request, ask_hub, hub_server
 from loadkit.config import LoadConfig
 from loadkit.errors import DownloadError, IntegrityError, LoadkitError, PathError
 from loadkit_hub import blobs, patience
-from loadkit_hub.http_client import origin_of
+from loadkit_hub.http_rules import check_peer, origin_of, redirected
 from loadkit_hub.patience import Patience, retry_after
 
 WEIGHTS = "model.safetensors"
@@ -96,7 +96,8 @@ def test_fault_17_a_later_process_resumes_what_an_earlier_one_left(
     hub.answer = once
     with pytest.raises(LoadkitError):
         loadkit.load("org/toy", load_config=config())
-    (partial,) = [p for p in blobs_of(tmp_path) if p.name.endswith(".incomplete")]
+    oid = hub.oid(tmp_path / "toy" / WEIGHTS)
+    (partial,) = [p for p in blobs_of(tmp_path) if p.name == f"{oid}.loadkit.incomplete"]
     assert 0 < partial.stat().st_size < size
     hub.answer = lambda request, name: None
     hub.requests.clear()
@@ -252,6 +253,46 @@ def test_W03_a_redirect_to_where_it_may_not_lead_is_refused(hub: Hub, target: st
     )
     error = refused(config(network_timeout=0.3, network_deadline=1.0))
     assert isinstance(error, DownloadError)
+
+
+class Peer:
+    """A connection whose other end has an address."""
+
+    def __init__(self, address: str) -> None:
+        self.sock = self
+        self.address = address
+
+    def getpeername(self) -> tuple[str, int]:
+        return self.address, 443
+
+
+@pytest.mark.parametrize(
+    ("peer", "first", "may"),
+    [
+        ("93.184.216.34", "93.184.216.35", True),  # out into the world
+        ("169.254.169.254", "93.184.216.35", False),
+        ("169.254.169.254", "127.0.0.1", False),
+        ("fe80::1%eth0", "93.184.216.35", False),
+        ("127.0.0.1", "93.184.216.35", False),
+        ("::1", "127.0.0.1", True),
+        ("10.0.0.7", "93.184.216.35", False),
+        ("10.0.0.7", "10.0.0.8", True),  # a mirror inside a network
+        ("10.0.0.7", "127.0.0.1", False),
+    ],
+)
+def test_W03_a_redirect_does_not_lead_into_a_network(peer: str, first: str, may: bool) -> None:
+    connection: Any = Peer(peer)
+    if may:
+        check_peer(connection, "https://cdn.example/x", ("https", first, 443))
+        return
+    with pytest.raises(DownloadError, match="inside a network"):
+        check_peer(connection, "https://cdn.example/x", ("https", first, 443))
+
+
+def test_W03_a_redirect_from_https_to_http_is_refused() -> None:
+    with pytest.raises(DownloadError, match="from https to http"):
+        redirected("https://hub/x", "http://hub/x")
+    assert redirected("http://hub/a/b", "../c?d#e") == "http://hub/c?d"
 
 
 def test_W03_a_redirect_loop_ends(hub: Hub) -> None:

@@ -3,53 +3,33 @@
 from __future__ import annotations
 
 import http.client
-import ipaddress
 import socket
 import ssl
 import threading
-from base64 import b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass
-from urllib.parse import SplitResult, unquote, urljoin, urlsplit
-from urllib.request import getproxies, proxy_bypass
+from urllib.parse import SplitResult, urlsplit
 
 from loadkit.errors import DownloadError
 from loadkit.sources.shown import shown_source
 from loadkit.text import printable
+from loadkit_hub.http_rules import (
+    Origin,
+    check_peer,
+    origin_of,
+    proxy_of,
+    proxy_user,
+    redirected,
+)
 from loadkit_hub.patience import RETRIED, Patience, retry_after
 
-__all__ = ["HttpClient", "Response", "origin_of"]
+__all__ = ["HttpClient", "Response", "reason"]
 
 MAX_REDIRECTS = 8
 UNREACHED = 3  # attempts at a server that does not take the connection
 ATTEMPTS = 8  # at one that takes it and does not answer
 IDLE = 16  # connections kept open for later requests
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
-_PORTS = {"http": 80, "https": 443}
-Origin = tuple[str, str, int]
-
-
-def origin_of(url: str) -> Origin:
-    """Scheme, host and port of an address.
-
-    Raises:
-        DownloadError: it is no http(s) address.
-    """
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError:
-        parts, port = SplitResult("", "", "", "", ""), None
-    if parts.scheme not in _PORTS or not parts.hostname or not url.isascii() or not _plain(url):
-        raise DownloadError(
-            f"{printable(shown_source(url))} is no http or https address",
-            hint="a server sent it: do not use that server",
-        )
-    return parts.scheme, parts.hostname.lower(), port or _PORTS[parts.scheme]
-
-
-def _plain(url: str) -> bool:
-    return not any(ord(char) <= 0x20 or ord(char) == 0x7F for char in url)
 
 
 @dataclass(eq=False)
@@ -187,7 +167,7 @@ class HttpClient:
                 return response
             response.close()
             hops = [*hops, response.headers]
-            url = _redirected(url, target)
+            url = redirected(url, target)
         raise DownloadError(
             f"{printable(shown_source(url))}: more than {MAX_REDIRECTS} redirects",
             hint="the server is at fault",
@@ -205,12 +185,12 @@ class HttpClient:
         origin = origin_of(url)
         parts = urlsplit(url)
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        proxy = _proxy(origin)
+        proxy = proxy_of(origin)
         if proxy is not None and origin[0] == "http":
             path = f"http://{parts.netloc.rpartition('@')[2]}{path}"
         sent = {**self.headers, **self.credentials.get(origin, {}), **headers}
         if proxy is not None and origin[0] == "http":
-            sent |= _basic(proxy, "Proxy-Authorization")
+            sent |= proxy_user(proxy)
         for connection in (self._kept(origin), None):
             fresh = connection is None
             connection = connection or self._connect(origin, proxy)
@@ -220,7 +200,7 @@ class HttpClient:
                     connection.connect()
                 connection.sock.settimeout(patience.timeout())
                 if redirected_from is not None and proxy is None:
-                    _check_peer(connection, url, redirected_from)
+                    check_peer(connection, url, redirected_from)
                 connection.request(method, path, headers=sent)
                 body = connection.getresponse()
             except TimeoutError:
@@ -276,7 +256,7 @@ class HttpClient:
             self._tls = ssl.create_default_context()
         connection = http.client.HTTPSConnection(*at, context=self._tls)
         if proxy is not None:
-            connection.set_tunnel(host, port, headers=_basic(proxy, "Proxy-Authorization"))
+            connection.set_tunnel(host, port, headers=proxy_user(proxy))
         return connection
 
     def give_back(self, response: Response, reusable: bool) -> None:
@@ -315,66 +295,3 @@ def unreached(url: str, error: BaseException) -> DownloadError:
         detail={"unreached": True, "host": host},
         hint="see whether this machine is online, and proxies are set",
     )
-
-
-def _redirected(url: str, target: str) -> str:
-    """Where a redirect leads, if that may be.
-
-    Raises:
-        DownloadError: another scheme, or from https to http.
-    """
-    found = urljoin(url, target)
-    scheme, host, _ = origin_of(found)
-    if scheme == "http" and urlsplit(url).scheme == "https":
-        raise DownloadError(
-            f"a redirect leads from https to http, to {printable(host)}",
-            hint="the server, or somebody before it, is at fault",
-        )
-    return found.partition("#")[0]
-
-
-def _check_peer(connection: http.client.HTTPConnection, url: str, first: Origin) -> None:
-    """A redirect may not lead into a network that the caller's own address is not in.
-
-    Raises:
-        DownloadError: it leads to this machine, a private or a link-local address.
-    """
-    peer = ipaddress.ip_address(connection.sock.getpeername()[0].partition("%")[0])
-    if peer.is_global or origin_of(url)[1] == first[1]:
-        return
-    try:
-        known = {ipaddress.ip_address(found[4][0]) for found in socket.getaddrinfo(*first[1:])}
-    except (OSError, ValueError):
-        known = set()
-    if not peer.is_link_local and any(_alike(peer, address) for address in known):
-        return
-    raise DownloadError(
-        f"a redirect leads to {printable(peer)}, an address inside a network",
-        detail={"address": str(peer)},
-        hint="the server is at fault: do not use it",
-    )
-
-
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-
-
-def _alike(peer: Address, other: Address) -> bool:
-    if peer.is_loopback or other.is_loopback:
-        return peer.is_loopback and other.is_loopback
-    return peer.is_private and other.is_private
-
-
-def _proxy(origin: Origin) -> SplitResult | None:
-    """The proxy that the environment names for an origin."""
-    scheme, host, _ = origin
-    found = getproxies().get(scheme)
-    if not found or proxy_bypass(host):
-        return None
-    return urlsplit(found if "://" in found else f"http://{found}")
-
-
-def _basic(proxy: SplitResult, header: str) -> dict[str, str]:
-    if not proxy.username:
-        return {}
-    pair = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}"
-    return {header: f"Basic {b64encode(pair.encode()).decode()}"}

@@ -13,8 +13,10 @@ from urllib.parse import quote, urljoin
 from loadkit.errors import DownloadError, LoadkitError
 from loadkit.json_safe import parse_json
 from loadkit.sources.paths import check_name
+from loadkit.sources.shown import shown_source
 from loadkit.text import printable
-from loadkit_hub.http_client import HttpClient, Response, origin_of, reason
+from loadkit_hub.http_client import HttpClient, Response, reason
+from loadkit_hub.http_rules import origin_of
 from loadkit_hub.patience import Patience
 
 __all__ = [
@@ -163,7 +165,7 @@ def _checked(
 
 def _wrong(url: str, what: str) -> DownloadError:
     return DownloadError(
-        f"the answer of {printable(url.partition('?')[0], 300)} {what}",
+        f"the answer of {printable(shown_source(url), 300)} {what}",
         hint="the hub, or a proxy before it, is at fault",
     )
 

@@ -20,10 +20,12 @@ from loadkit.errors import DownloadError, IntegrityError, LoadkitError, NotInsta
 from loadkit.file_checks import show
 from loadkit.sources.base import FileInfo
 from loadkit.sources.paths import check_name
+from loadkit.sources.shown import shown_source
 from loadkit.text import printable
 from loadkit_hub.address import parse_address
-from loadkit_hub.http_client import HttpClient, Response, origin_of
+from loadkit_hub.http_client import HttpClient, Response
 from loadkit_hub.http_resource import HttpResource
+from loadkit_hub.http_rules import origin_of
 from loadkit_hub.listing import MAX_FILES, MAX_SIZE, SHA256
 from loadkit_hub.patience import Patience
 from loadkit_hub.refusals import refusal
@@ -185,7 +187,7 @@ class ModelScopeSource(Repository):
             file,
             repo=self.address.repo,
             revision=self._revision,
-            endpoint=self._endpoint,
+            endpoint=shown_source(self._endpoint),
             token=self._token,
         )
         if found.code == "E_AUTH":

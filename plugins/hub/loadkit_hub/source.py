@@ -13,12 +13,14 @@ from loadkit import __version__
 from loadkit.errors import DownloadError
 from loadkit.file_checks import show, show_path
 from loadkit.sources.base import FileInfo
+from loadkit.sources.shown import shown_source
 from loadkit.text import printable
 from loadkit_hub.address import parse_address
 from loadkit_hub.blobs import fetch_blob
 from loadkit_hub.cache import RepoCache
-from loadkit_hub.http_client import HttpClient, Response, origin_of
+from loadkit_hub.http_client import HttpClient, Response
 from loadkit_hub.http_resource import HttpResource
+from loadkit_hub.http_rules import origin_of
 from loadkit_hub.listing import COMMIT, Entry, commit_of, fetch_listing
 from loadkit_hub.patience import Patience
 from loadkit_hub.refusals import refusal
@@ -155,7 +157,7 @@ class HubSource(Repository):
             file,
             repo=self.address.repo,
             revision=self._revision,
-            endpoint=self._settings.endpoint,
+            endpoint=shown_source(self._settings.endpoint),
             token=self._settings.token,
         )
 
