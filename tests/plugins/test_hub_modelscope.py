@@ -178,6 +178,7 @@ def test_one_format_is_fetched(scope: Scope, tmp_path: Path) -> None:
     assert "pytorch_model.bin" not in {name for name, _, _ in scope.asked}
 
 
+@pytest.mark.slow  # the client tries an unreachable host for seconds
 @needs_client
 def test_without_modelscope_the_cache_is_enough_or_lists_what_is_missing(
     scope: Scope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
