@@ -191,3 +191,21 @@ def variants(folder: Path, peers: bool, tensors: Path | None) -> list[dict[str, 
              "needs": ("tensorizer",), "files": [tensors]}
         )  # fmt: skip
     return rows
+
+
+def library_variants(folder: Path) -> list[dict[str, Any]]:
+    """Load formats with a library's reader, and that library alone."""
+    at = {"folder": os.fspath(folder)}
+    runai, fast = ("runai_model_streamer",), ("fastsafetensors",)
+    ours = "dense:loadkit_unfused"
+    warm = {**at, "direct": False}
+    return [
+        {"name": "runai streamer", "call": "peers:runai", "args": at, "needs": runai},
+        {"name": "loadkit, runai_streamer", "call": ours, "needs": runai,
+         "args": {**at, "load_format": "runai_streamer"}},
+        {"name": "fastsafetensors", "call": "peers:fastsafetensors", "args": at, "needs": fast},
+        {"name": "fastsafetensors, buffered", "call": "peers:fastsafetensors", "args": warm,
+         "needs": fast},
+        {"name": "loadkit, fastsafetensors", "call": ours, "needs": fast,
+         "args": {**at, "load_format": "fastsafetensors"}},
+    ]  # fmt: skip

@@ -6,6 +6,7 @@ Every peer is called as its own documentation says, and keeps what it loaded.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -59,8 +60,12 @@ def runai(folder: str) -> Go:
     return lambda: load(Path(folder))
 
 
-def fastsafetensors(folder: str) -> Go:
-    """Without GPU direct storage, whole files into buffers, tensors are views of them."""
+def fastsafetensors(folder: str, direct: bool = True) -> Go:
+    """Without GPU direct storage, whole files into buffers, tensors are views of them.
+
+    ``direct``: past the page cache, as it does where it is not told otherwise.
+    """
+    os.environ["FASTSAFETENSORS_ODIRECT"] = str(int(direct))
     library: Any = importlib.import_module("fastsafetensors")
     kept: list[Any] = []
 

@@ -11,7 +11,10 @@ from pathlib import Path
 from benchmarks import dense, generate, moe, presharded, ranks
 from benchmarks.harness import Benchmark, Claim, Figures, Variant
 
-__all__ = ["cold", "copies", "dense_race", "moe_race", "presharded_race", "tp_cold", "tp_race"]
+__all__ = [
+    *("cold", "copies", "dense_race", "libraries", "moe_race", "presharded_race"),
+    *("tp4_race", "tp_cold", "tp_race"),
+]
 
 Rows = Mapping[str, Figures]
 TRANSFORMERS, UNFUSED = "transformers (unfused)", "loadkit unfused"
@@ -66,6 +69,26 @@ def _tensorized(folder: Path) -> Path | None:
         subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
         part.rename(path)
     return path
+
+
+def libraries(small: bool) -> Benchmark:
+    """Load formats that a library reads for, against the library used alone."""
+    folder = generate.written(generate.SMALL if small else generate.FULL)
+    rows = dense.library_variants(folder)
+    alone = {"runai_streamer": "runai streamer", "fastsafetensors": "fastsafetensors, buffered"}
+    return Benchmark(
+        "libraries",
+        [Variant(**row) for row in rows],
+        base="runai streamer",
+        files=weights(folder),
+        about="One parameter for each tensor; all own their memory. A load is the whole line.",
+        claims=[
+            Claim(f"returned: loadkit, {name} / {other}",
+                  lambda r, our=f"loadkit, {name}", other=other: ratio(r, our, other, "returned_s"),
+                  most=1.05)
+            for name, other in alone.items()
+        ],
+    )  # fmt: skip
 
 
 def copies(small: bool) -> Benchmark:
