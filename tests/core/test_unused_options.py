@@ -41,6 +41,7 @@ USED: dict[str, Any] = {
     "num_threads": 1,
     "rank_timeout": loadkit.LoadConfig().rank_timeout,  # others need ranks: see test_load_together
     "reader": "pread",
+    "reader_options": {},  # others are refused by readers that have none: see test_library_readers
     "safetensors_load_strategy": "eager",
     "safetensors_prefetch_block_size": 16 << 20,  # others are refused where nothing is prefetched
     "safetensors_prefetch_num_threads": 8,
