@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_key", "decoded"]
 
-_CHUNK = 256 << 20  # bytes of tensors that the library holds at once
+_CHUNK = 64 << 20  # bytes of tensors that the library holds at once
 
 
 def check_key(index: Index, keyfile: str | None) -> bytes | None:

@@ -89,8 +89,11 @@ def find(source: Source, load_config: LoadConfig, given: str | None, asked: Topo
             if other != name.name
         }
         return Found(source, (name.name,), skipped=skipped)
-    _check_ranks(name, names, manifest, asked)
-    return Found(source, (FileName(name.name, width=name.width).of(rank),), "", manifest, True)
+    pattern = FileName(name.name, width=name.width)
+    if manifest is None and all(pattern.rank_of(one) is None for one in names):
+        raise no_weights(listing, "tensorizer", [pattern.text])
+    _check_ranks(pattern, names, manifest, asked)
+    return Found(source, (pattern.of(rank),), "", manifest, True)
 
 
 def _with_folder(source: Source, load_config: LoadConfig, name: FileName) -> Source:
@@ -144,14 +147,13 @@ def _check_whole(name: FileName, names: Sequence[str], manifest: Manifest | None
 
 
 def _check_ranks(
-    name: FileName, names: Sequence[str], manifest: Manifest | None, asked: Topology
+    pattern: FileName, names: Sequence[str], manifest: Manifest | None, asked: Topology
 ) -> None:
     """Every rank's file is there, and they are of the topology that is loaded.
 
     Raises:
         ShardedError: names the files that are missing, and the world that they were written for.
     """
-    pattern = FileName(name.name, width=name.width)
     there = {rank for one in names if (rank := pattern.rank_of(one)) is not None}
     if manifest is not None:
         world, who = manifest.topology.world_size, f"{MANIFEST} says so"
