@@ -19,3 +19,7 @@ class TestDirect(ReaderContract):
 
 class TestEager(ReaderContract):
     reader = "eager"
+
+
+class TestRange(ReaderContract):
+    reader = "range"

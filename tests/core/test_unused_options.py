@@ -17,6 +17,8 @@ from loadkit.errors import OptionError
 UNUSED: dict[str, Any] = {
     "gguf_misaligned": "decode",
     "pt_load_map_location": "cuda:0",
+    "network_deadline": 10.0,
+    "network_timeout": 1.0,
     "revision": "main",
     "stream": True,
     "weights_key": "model",

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from obstore import exceptions, get, head
 from obstore import list as list_objects
 
-from loadkit.errors import DownloadError
+from loadkit.errors import DownloadError, OptionError
 from loadkit.file_checks import show
+from loadkit.text import printable
 from loadkit_remote.answers import Absent, Answer, Denied, Pin, Transient, Transport, changed
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BucketTransport"]
 
-PIECE = 256 << 10  # bytes that are waited for at a time
+PIECE = 64 << 10  # bytes that are waited for at a time
 PAGE = 1000  # objects of one page of a listing
 _STATUS = re.compile(r"status(?: code)?:? (\d{3})|HTTP status \S* ?\((\d{3})", re.IGNORECASE)
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
@@ -40,13 +41,16 @@ class BucketTransport(Transport):
         make: makes the store; called again where its credentials are refused.
         prefix: keys begin with it: empty, or ending with "/".
         address: the bucket's address for people.
+
+    Raises:
+        OptionError: the environment's settings make no store.
     """
 
     def __init__(self, make: Callable[[], Any], prefix: str, address: str) -> None:
         self._make = make
-        self._store = make()
         self.prefix = prefix
         self._address = address
+        self._store = self._made()
         self._lock = threading.Lock()
 
     def shown(self, name: str) -> str:
@@ -100,8 +104,18 @@ class BucketTransport(Transport):
     def refresh(self) -> bool:
         """A new store looks for its credentials again."""
         with self._lock:
-            self._store = self._make()
+            self._store = self._made()
         return True
+
+    def _made(self) -> Any:
+        try:
+            return self._make()
+        except (exceptions.BaseError, OSError, ValueError) as error:
+            reason = str(error).partition("\n")[0].partition("?")[0]
+            raise OptionError(
+                f"{self._address} cannot be opened: {printable(reason)}",
+                hint="see the environment variables of its cloud: account, key, endpoint",
+            ) from None
 
     def close(self) -> None:
         """Connections end with the store."""
@@ -152,7 +166,7 @@ class _told:  # noqa: N801 - used like a function
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, exceptions.BaseError):
+        if isinstance(error, (exceptions.BaseError, OSError)):
             raise _ours(error, self._name, self._offset) from None
 
 
@@ -163,12 +177,13 @@ def _ours(error: BaseException, name: str, offset: int) -> Exception:
     said = _STATUS.search(text)
     status = int(next(filter(None, said.groups()))) if said else None
     what = f"the server answered {code[1] if code else status or type(error).__name__}"
-    if isinstance(error, exceptions.NotFoundError):
+    if isinstance(error, FileNotFoundError):
         return Absent(name)
     if isinstance(error, (exceptions.PreconditionError, exceptions.NotModifiedError)):
         return changed(name, offset, "the server has another content now")
     expired = code is not None and code[1] in _EXPIRED
-    if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
+    denied = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError)
+    if isinstance(error, denied):
         return Denied(what)
     if expired or status in (401, 403):
         return Denied(what)
