@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import generate, gguf_decode, gguf_packed, pt_catalogue, races
+from benchmarks import generate, gguf_decode, gguf_packed, pt_catalogue, races, tensorizer_format
 from benchmarks.harness import (
     Benchmark,
     Figures,
@@ -136,6 +136,20 @@ def pt_archive(small: bool) -> Benchmark:
     )
 
 
+def tensorizer_file(small: bool) -> Benchmark:
+    """A tensorizer file into a module's parameters, with its hashes compared and without."""
+    path = tensorizer_format.write_file(
+        generate.CACHE / f"tensors-{small}.tensors", 256 if small else 2048
+    )
+    return Benchmark(
+        "tensorizer",
+        tensorizer_format.variants(path),
+        base="tensorizer, no hashes",
+        files=[path],
+        columns=("cpu_s", "returned_s", "touched_s", "anon_mib", "gib"),
+    )
+
+
 # name -> what makes it; "dense-cold" and "tp2-cold" are from storage
 BENCHMARKS: dict[str, Callable[[bool], Benchmark]] = {
     "dense": races.dense_race,
@@ -155,6 +169,7 @@ BENCHMARKS: dict[str, Callable[[bool], Benchmark]] = {
     "gguf-packed": packed,
     "gguf-load": gguf_load,
     "pt-catalogue": pt_archive,
+    "tensorizer": tensorizer_file,
 }
 
 
