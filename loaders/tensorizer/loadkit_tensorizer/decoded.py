@@ -15,7 +15,7 @@ from loadkit_tensorizer.streams import CheckedStream, StreamedFile
 if TYPE_CHECKING:
     import torch
 
-    from loadkit_tensorizer.header import Entry, Index
+    from loadkit_tensorizer.entries import Entry, Index
 
 __all__ = ["check_key", "decoded"]
 

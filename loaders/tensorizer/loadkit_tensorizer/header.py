@@ -18,20 +18,18 @@ Source: the layout that tensorizer 2.12 writes; versions 1 to 5 differ in what t
 
 from __future__ import annotations
 
-import math
 import struct
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from loadkit.errors import FormatError, TruncatedError
+from loadkit.errors import FormatError
 from loadkit.file_checks import HEAD_BYTES, show, sniff
-from loadkit.tensor_info import bits_of
 from loadkit_tensorizer.dtypes import dtype_of
+from loadkit_tensorizer.entries import STATE_DICT, Entry, Index
+from loadkit_tensorizer.layout import check_layout, truncated, wrong
 from loadkit_tensorizer.limits import (
     MAX_DIM,
     MAX_DIMS,
     MAX_INDEX_BYTES,
-    MAX_META_BYTES,
     MAX_TENSORS,
 )
 from loadkit_tensorizer.names import BadNameError, Names, parse_name
@@ -39,87 +37,15 @@ from loadkit_tensorizer.names import BadNameError, Names, parse_name
 if TYPE_CHECKING:
     from loadkit.sources.base import File
 
-__all__ = ["MAGIC", "Entry", "Index", "read_index"]
+__all__ = ["MAGIC", "read_index"]
 
 MAGIC = b"|TZR|"
 _HEAD = struct.Struct("<5sI32sQ8xQQ")
 _LOCATION = struct.Struct("<QQQ")
 _ENCRYPTED, _VERSIONED = 1, 2  # flags
-_FIRST_FLAGS, _META, _ENCRYPTION, _LONG = 4, 4, 3, 5  # versions
-_STATE_DICT = 2
-_KINDS = (0, 1, _STATE_DICT)  # parameter, buffer, entry of a state dict
+_FIRST_FLAGS, _ENCRYPTION, _LONG = 4, 3, 5  # versions
+_KINDS = (0, 1, STATE_DICT)  # parameter, buffer, entry of a state dict
 _SHORTEST = 2 + 1 + 1 + 1 + 1 + _LOCATION.size  # bytes of an entry with a name of one letter
-_MAX_HEADER = 1 << 18  # bytes of a tensor's header without what encryption adds
-_LAST = 8  # zero bytes after the last tensor: a header of no length
-_AGAIN = "the file is damaged: download or copy it again"
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor of the index.
-
-    Attributes:
-        name: with dots; of a module's own parameters without the dot that they are stored with.
-        path: the stored name as the library has it: a text, or keys and positions.
-        raw_name, raw_dtype: the stored bytes, for the tensor's own header.
-        kind: 0 parameter, 1 buffer, 2 entry of a state dict.
-        dtype: a name of ``DTYPES``, or "C128".
-        shape: in elements.
-        long: dims are stored in 8 bytes.
-        offset: of its header; ``start``: of its data; ``nbytes``: of its data.
-        is_meta: it is stored as a shape without data, and means zeros.
-    """
-
-    name: str
-    path: str | tuple[str | int, ...]
-    raw_name: bytes
-    raw_dtype: bytes
-    kind: int
-    dtype: str
-    shape: tuple[int, ...]
-    long: bool
-    offset: int
-    start: int
-    nbytes: int
-
-    @property
-    def end(self) -> int:
-        """The byte after its data."""
-        return self.start + self.nbytes
-
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return math.prod(self.shape)
-
-    @property
-    def full_bytes(self) -> int:
-        """Bytes of all elements, stored or not."""
-        return self.numel * bits_of(self.dtype) // 8
-
-    @property
-    def is_meta(self) -> bool:
-        """Whether it is stored without data."""
-        return self.nbytes == 0 and self.numel > 0
-
-
-@dataclass(frozen=True, slots=True)
-class Index:
-    """What a file's head says, checked.
-
-    Attributes:
-        file: the open file.
-        version: of the format.
-        encrypted: whether tensors may be encrypted.
-        entries: in file order.
-        head: the file's bytes up to the first tensor.
-    """
-
-    file: File
-    version: int
-    encrypted: bool
-    entries: tuple[Entry, ...]
-    head: bytes
 
 
 def read_index(file: File) -> Index:
@@ -141,15 +67,12 @@ class _Reader:
         self.head = self.index = b""
         self.begin = _HEAD.size
 
-    def wrong(self, code: str, message: str, *, offset: int | None = None, **more: Any) -> Any:
-        """An error about this file."""
-        return FormatError(
-            f"{show(self.file.name)}: {message}",
-            code=code,
-            file=self.file.name,
-            offset=self.begin + self.at if offset is None else offset,
-            hint=_AGAIN,
-            **more,
+    def wrong(
+        self, code: str, said: str, *, offset: int | None = None, tensor: str | None = None
+    ) -> FormatError:
+        """An error about this file, at the place in the index that is read."""
+        return wrong(
+            self.file, code, said, self.begin + self.at if offset is None else offset, tensor
         )
 
     def read(self) -> Index:
@@ -162,7 +85,7 @@ class _Reader:
             raise self.wrong(
                 "E_COUNT", f"the index holds more than the {count} tensor(s) that the header counts"
             )
-        self._check_layout(entries)
+        check_layout(self.file, self.version, self.begin + len(self.index), entries)
         head = self.head + self.index
         return Index(self.file, self.version, encrypted, tuple(entries), head)
 
@@ -201,11 +124,11 @@ class _Reader:
                 offset=where - 8,
             )
         if _HEAD.size + nbytes > file.size:
-            raise _truncated(file, f"its index ends at byte {_HEAD.size + nbytes}", None)
+            raise truncated(file, f"its index ends at byte {_HEAD.size + nbytes}", None)
         self.head, self.index = head[: _HEAD.size], file.read(_HEAD.size, nbytes)
         return count, self.version == _ENCRYPTION or bool(flags & _ENCRYPTED)
 
-    def _not_one(self, head: bytes) -> Any:
+    def _not_one(self, head: bytes) -> FormatError:
         kind = sniff(head, self.file.size)
         if kind is not None and not head.startswith(MAGIC):
             what = {"lfs": "a Git LFS pointer, not the file itself", "html": "an HTML page"}
@@ -258,10 +181,10 @@ class _Reader:
         path = parse_name(raw_name)
         stored = path[0] if len(path) == 1 and isinstance(path[0], str) else path
         kind = self._number(1)
-        if kind != _STATE_DICT and len(path) == 1:  # of the root module, "" and a dot go before it
+        if kind != STATE_DICT and len(path) == 1:  # of the root module, "" and a dot go before it
             path = (str(path[0]).removeprefix(".") or path[0],)
         name = names.add(path)
-        if len(path) > 1 and kind != _STATE_DICT:
+        if len(path) > 1 and kind != STATE_DICT:
             raise BadNameError("is a path, and only state dicts have those")
         where = self.at
         raw_dtype = self._take(self._number(1))
@@ -290,68 +213,6 @@ class _Reader:
             name, stored, raw_name, raw_dtype, kind, dtype, shape, long, offset, start, nbytes
         )
 
-    # -- the layout -------------------------------------------------------------------------------
-
-    def _check_layout(self, entries: list[Entry]) -> None:
-        """Tensors lie one behind the other, from the index to the end of the file."""
-        at = _HEAD.size + len(self.index)
-        meta = 0
-        for entry in entries:
-            problem = None
-            if entry.offset != at:
-                problem = f"begins at byte {entry.offset}; what is before it ends at {at}"
-            elif not 8 < entry.start - entry.offset <= _most_header(entry):
-                problem = f"has its data at byte {entry.start} and its header at {entry.offset}"
-            elif entry.is_meta and self.version < _META:
-                problem = f"has no data, which version {self.version} does not have"
-            elif entry.nbytes != entry.full_bytes and not entry.is_meta:
-                problem = f"has {entry.nbytes} bytes of data; its shape takes {entry.full_bytes}"
-            if problem is not None:
-                raise self.wrong(
-                    "E_LAYOUT",
-                    f"{show(entry.name)} {problem}",
-                    tensor=entry.name,
-                    offset=entry.offset,
-                )
-            meta += entry.full_bytes if entry.is_meta else 0
-            if meta > MAX_META_BYTES:
-                raise self.wrong(
-                    "E_LIMIT",
-                    f"{show(entry.name)} is a shape {list(entry.shape)} without data; all such "
-                    f"tensors of a file may have {MAX_META_BYTES} bytes of zeros",
-                    tensor=entry.name,
-                    offset=entry.offset,
-                )
-            at = entry.end
-        short = next((entry for entry in entries if entry.end > self.file.size), None)
-        if short is not None:
-            raise _truncated(self.file, f"its data ends at byte {short.end}", short)
-        rest = self.file.size - at
-        known = rest and rest <= _LAST and self.file.local  # else nothing is read to see zeros
-        if rest > _LAST or (known and self.file.read(at, rest).strip(b"\0")):
-            raise self.wrong(
-                "E_COUNT",
-                f"{rest} bytes follow the last of the {len(entries)} tensors of the index",
-                offset=at,
-            )
-
 
 class _PastEndError(Exception):
     """An entry goes past the end of the index."""
-
-
-def _most_header(entry: Entry) -> int:
-    """Encryption adds 16 bytes for each chunk of the data."""
-    return _MAX_HEADER + entry.nbytes // 64
-
-
-def _truncated(file: File, said: str, entry: Entry | None) -> TruncatedError:
-    subject = show(file.name) if entry is None else f"tensor {show(entry.name)}"
-    return TruncatedError(
-        f"{subject} is cut off: {said}, and {show(file.name)} has {file.size} bytes",
-        file=file.name,
-        tensor=None if entry is None else entry.name,
-        offset=0 if entry is None else entry.start,
-        detail={"size": file.size},
-        hint="the download or copy is incomplete; fetch the file again",
-    )

@@ -21,8 +21,9 @@ from loadkit.tracing.recorder import active_recorder
 from loadkit.tracing.storage import GeneratedLeaf
 from loadkit_tensorizer.decoded import check_key, decoded
 from loadkit_tensorizer.digests import digests_of
+from loadkit_tensorizer.entries import Entry, Index
 from loadkit_tensorizer.found import Found, find
-from loadkit_tensorizer.header import Entry, Index, read_index
+from loadkit_tensorizer.header import read_index
 from loadkit_tensorizer.library import library
 from loadkit_tensorizer.options import LOAD_OPTIONS, SAVE_OPTIONS
 from loadkit_tensorizer.streams import StreamedFile, open_uri

@@ -15,7 +15,7 @@ from typing import Any
 from loadkit.errors import DownloadError, TruncatedError
 from loadkit.file_checks import show
 from loadkit.sources.base import File
-from loadkit_tensorizer.header import Index
+from loadkit_tensorizer.entries import Index
 from loadkit_tensorizer.library import library, reading_errors
 from loadkit_tensorizer.tensor_header import header_length, parse_tensor_header
 

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING
 
 from loadkit.errors import FormatError, IntegrityError
 from loadkit.file_checks import show
-from loadkit_tensorizer.header import Entry, Index
+from loadkit_tensorizer.entries import Entry, Index
+from loadkit_tensorizer.layout import AGAIN, wrong
 
 if TYPE_CHECKING:
     from loadkit.integrity.digests import Hash
@@ -34,7 +35,6 @@ __all__ = ["TensorHeader", "header_length", "parse_tensor_header", "read_tensor_
 
 _CRC32, _SHA256 = 0, 1
 _SIZES = {_CRC32: 4, _SHA256: 32}  # bytes of a value
-_AGAIN = "the file is damaged: download or copy it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,14 +232,7 @@ class _Fields:
 
 
 def _wrong(index: Index, entry: Entry, code: str, said: str) -> FormatError:
-    return FormatError(
-        f"{show(index.file.name)}: tensor {show(entry.name)} {said}",
-        code=code,
-        file=index.file.name,
-        tensor=entry.name,
-        offset=entry.offset,
-        hint=_AGAIN,
-    )
+    return wrong(index.file, code, f"tensor {show(entry.name)} {said}", entry.offset, entry.name)
 
 
 def _unverified(index: Index, entry: Entry, said: str) -> IntegrityError:
@@ -249,5 +242,5 @@ def _unverified(index: Index, entry: Entry, said: str) -> IntegrityError:
         file=index.file.name,
         tensor=entry.name,
         offset=entry.offset,
-        hint=f"{_AGAIN}; verify_hash=false reads it as it is",
+        hint=f"{AGAIN}; verify_hash=false reads it as it is",
     )
