@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import resource
 import shutil
 import stat
@@ -444,6 +445,21 @@ def test_a_full_disk_leaves_the_old_folder(llama: Path, whole: Path, tmp_path: P
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert caught.value.errno == errno.EFBIG
     assert (folder / "model.tensors").read_bytes() == before
+
+
+# -- the commands ----------------------------------------------------------------------------------
+
+
+def test_inspect_and_verify_read_its_headers(whole: Path) -> None:
+    from click.testing import CliRunner
+
+    from loadkit.cli.app import cli
+
+    shown = CliRunner().invoke(cli, ["inspect", str(whole / "model.tensors"), "--json"])
+    assert shown.exit_code == 0, shown.output
+    found = json.loads(shown.output)
+    assert (found["formats"], len(found["tensors"])) == (["tensorizer"], 21)
+    assert loadkit.verify(whole).ok
 
 
 # -- without the library ---------------------------------------------------------------------------

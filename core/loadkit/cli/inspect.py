@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -11,9 +11,6 @@ from loadkit.cli.options import output_options
 from loadkit.cli.output import Output, human_bytes
 from loadkit.cli.settings import read_settings
 from loadkit.sources.shown import shown_source
-
-if TYPE_CHECKING:
-    from loadkit.sources.base import File
 
 __all__ = ["command"]
 
@@ -48,6 +45,7 @@ def command(out: Output, source: str, settings: tuple[str, ...]) -> int:
 
 def _inspect(uri: str, settings: Iterable[str]) -> dict[str, Any]:
     from loadkit.detect import kind_of
+    from loadkit.file_headers import header_of
     from loadkit.sources import open_source
 
     files: list[dict[str, Any]] = []
@@ -58,7 +56,7 @@ def _inspect(uri: str, settings: Iterable[str]) -> dict[str, Any]:
         for info in source.list():
             kind = _format_of(info.name)
             read = kind in WEIGHTS and kind_of(info.name.rpartition("/")[2]) != "training"
-            header = _header(source.open(info.name), kind) if read else None
+            header = header_of(source.open(info.name), kind) if read else None
             files.append(
                 {
                     "name": info.name,
@@ -96,20 +94,6 @@ def _format_of(name: str) -> str | None:
     """A file's format by its suffix; None for one that loadkit has nothing to say of."""
     _, dot, suffix = name.rpartition(".")
     return SUFFIXES.get(dot + suffix)
-
-
-def _header(file: File, kind: str | None) -> Any:
-    """An object with ``tensors`` and ``metadata``, or None where no installed loader reads it."""
-    if kind == "safetensors":
-        from loadkit.safetensors_format import read_header
-
-        return read_header(file)
-    from loadkit import tables
-
-    if kind not in tables.loaders.names():
-        return None
-    reader = getattr(tables.loaders.lookup(kind), "read_header", None)
-    return None if reader is None else reader(file)
 
 
 def _show(out: Output, document: Mapping[str, Any]) -> None:

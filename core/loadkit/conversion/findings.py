@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from loadkit.conversion.outputs import Output, read_slabs, slabs_of
+from loadkit.detect import kind_of
 from loadkit.errors import CheckpointError
 from loadkit.file_checks import show
+from loadkit.file_headers import header_of
 from loadkit.integrity.expected import expected_digests
 from loadkit.load_plan import SHOWN, Problem
 from loadkit.manifest import MANIFEST, FileEntry, Manifest
-from loadkit.safetensors_format import read_header
 
 if TYPE_CHECKING:
     from loadkit.conversion.contents import Contents
@@ -92,9 +93,11 @@ class Findings:
                 name: (one.dtype, one.shape, one.offset)
                 for name, one in listed[file.name].tensors.items()
             }
-            found = {
-                one.name: (one.dtype, one.shape, one.offset) for one in read_header(file).tensors
-            }
+            plain = file.name.endswith(".safetensors")  # a variant's, too
+            kind = "safetensors" if plain else kind_of(file.name.rpartition("/")[2])
+            header = header_of(file, kind)
+            tensors = () if header is None else header.tensors
+            found = {one.name: (one.dtype, one.shape, one.offset) for one in tensors}
             for name in sorted(found.keys() | expected.keys()):
                 if found.get(name) != expected.get(name):
                     self._tensor(file, name, expected.get(name), found.get(name))

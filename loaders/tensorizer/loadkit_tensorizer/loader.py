@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from loadkit.base_loader import BaseModelLoader
 from loadkit.errors import OptionError
@@ -41,7 +41,14 @@ if TYPE_CHECKING:
     from loadkit.sources.base import File
     from loadkit.tracing.view import View
 
-__all__ = ["TensorizerLoader"]
+__all__ = ["HeaderSummary", "TensorizerLoader"]
+
+
+class HeaderSummary(NamedTuple):
+    """A file's head as ``loadkit inspect`` shows it."""
+
+    tensors: tuple[TensorInfo, ...]
+    metadata: dict[str, Any]
 
 
 class TensorizerLoader(BaseModelLoader):
@@ -69,6 +76,14 @@ class TensorizerLoader(BaseModelLoader):
         readers = self.extra_config["num_readers"]
         if readers is not None:
             self.load_config = replace(load_config, num_threads=int(readers))
+
+    @classmethod
+    def read_header(cls, file: File) -> HeaderSummary:
+        """One file's tensors, for people; nothing is compared."""
+        index = read_index(file)
+        tensors = tuple(_info(index, entry) for entry in index.entries)
+        metadata = {"version": index.version, "encrypted": index.encrypted}
+        return HeaderSummary(tensors, metadata)
 
     # -- what is there -------------------------------------------------------------------------
 
