@@ -255,9 +255,10 @@ def validate_extra_config(
         OptionError: unknown key (with the accepted and the nearest), wrong type, out of range.
     """
     owner = f"model_loader_extra_config of load format '{printable(load_format, 64)}'"
+    found: Any = given
     if isinstance(given, str):
-        given = json_value(given, "model_loader_extra_config")
-    return validate_options(options, given, owner)
+        found = json_value(given, "model_loader_extra_config")
+    return validate_options(options, found, owner)
 
 
 def validate_options(

@@ -12,7 +12,7 @@ Run = Callable[..., Ran]
 
 RANK_KEYS = {
     "tp_rank", "pp_rank", "ep_rank", "bytes_needed", "bytes_to_read", "parameter_bytes",
-    "predicted_peak_bytes", "requests", "read_amplification",
+    "predicted_peak_bytes", "requests", "read_amplification", "bytes_fetched",
 }  # fmt: skip
 
 

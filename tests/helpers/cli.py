@@ -114,6 +114,7 @@ class FakePlan:
     predicted_peak_bytes: int = 3 << 30
     requests: int = 7
     read_amplification: float = 1.024
+    bytes_fetched: int = 0
 
     @property
     def ok(self) -> bool:
