@@ -258,9 +258,7 @@ class TargetFinder:
                 continue
             if misfit.kind == "METADATA":
                 file = self.recorder.files.get(misfit.name)
-                row = Row(
-                    misfit.name, file, None, None, None, "exact", "metadata", misfit.message
-                )
+                row = Row(misfit.name, file, None, None, None, "exact", "metadata", misfit.message)
                 self.rows.append(row)
                 continue
             code = _MISFITS.get(misfit.kind, misfit.kind)

@@ -187,7 +187,7 @@ class QuantizationConfig(ABC):
         """
 
     @classmethod
-    def check_load_format(
+    def check_load_format(  # noqa: B027  # most methods have no load format of their own
         cls, config: Mapping[str, Any], load_format: str, *, file: str | None
     ) -> None:
         """Refuse a load format that cannot bring a checkpoint which says this of itself.

@@ -188,9 +188,7 @@ class _Finder:
         self._check_complete(parameter, tensor, layer, parts, found)
         return parts
 
-    def _packed(
-        self, parameter: str, tensor: torch.Tensor, layer: nn.Module
-    ) -> list[Part] | None:
+    def _packed(self, parameter: str, tensor: torch.Tensor, layer: nn.Module) -> list[Part] | None:
         """The tensors of a parameter whose method says itself what a checkpoint has of it.
 
         ``quant_method.checkpoint_tensors(layer, name, shard_id)`` gives them by what is put after

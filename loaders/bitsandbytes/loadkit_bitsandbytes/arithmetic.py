@@ -19,7 +19,7 @@ from loadkit_bitsandbytes.scheme import NESTED_BLOCKSIZE, Scheme
 
 __all__ = ["Quantised", "dequantise", "joined", "multiply", "plain_scales", "quantise"]
 
-_STEP = 1 << 21  # elements that are quantised at a time
+_STEP = 1 << 19  # elements that are quantised at a time
 
 
 class Quantised(NamedTuple):
@@ -57,9 +57,7 @@ def plain_scales(piece: Piece, parts: Quantised) -> torch.Tensor:
     return table[parts.absmax.long()] * nested[ids] + offset
 
 
-def dequantise(
-    piece: Piece, parts: Quantised, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def dequantise(piece: Piece, parts: Quantised, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A piece's numbers, [rows, columns].
 
     Args:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from loadkit.availability import library_state
 
-__all__ = ["state"]
+__all__ = ["LIBRARY", "state"]
+
+LIBRARY = "bitsandbytes"
 
 
 def state() -> str:
     """``ready``, or what it needs."""
-    return "ready" if find_spec("bitsandbytes") is not None else "needs bitsandbytes"
+    return library_state(LIBRARY)

@@ -11,6 +11,7 @@ from torch import nn
 from loadkit.quantization import LinearMethodBase
 from loadkit_bitsandbytes.library import functional
 from loadkit_bitsandbytes.options import QuantOptions
+from loadkit_bitsandbytes.saved import rows_of
 from loadkit_layers.parameter import (
     BaseParameter,
     ChannelQuantScaleParameter,
@@ -26,7 +27,7 @@ __all__ = [
     "quantise_rows",
 ]
 
-_STEP = 1 << 21  # elements that are quantised at a time
+_STEP = 1 << 19  # elements that are quantised at a time
 _PER_STEP = 7.874015718698502e-3  # 1 / 127, as the library has it
 
 
@@ -103,20 +104,16 @@ class EightBitMethod(LinearMethodBase):
         self, layer: nn.Module, name: str, shard_id: Any
     ) -> dict[str, torch.Tensor] | None:
         """What a checkpoint has of one shard: suffix -> tensor; none of what goes with others."""
-        if name == "bias" or layer.get_parameter("weight").dtype != torch.int8:
-            return None  # plain numbers, or not quantised yet
-        if name != "weight":
+        if layer.get_parameter("weight").dtype != torch.int8:
+            return None  # not quantised yet
+        if name not in ("weight", "bias"):
             return {}
-        shards = getattr(layer, "output_shards", ())
-        wanted = [shard for shard in shards if shard_id in (None, shard.id)]
-        weight, scales = layer.get_parameter("weight").data, layer.get_parameter("SCB").data
-        rows = sum(shard.size for shard in wanted)
-        if not shards:
-            wanted, rows = [], int(getattr(layer, "num_embeddings", weight.shape[0]))
-        start = wanted[0].offset if wanted else 0
+        own = rows_of(layer, layer.get_parameter(name).data, shard_id)
+        if name == "bias":
+            return {"": own}
         return {
-            "": weight.narrow(0, start, rows),
-            "/SCB": scales.narrow(0, start, rows),
+            "": own,
+            "/SCB": rows_of(layer, layer.get_parameter("SCB").data, shard_id),
             "/weight_format": torch.zeros((), dtype=torch.uint8),
         }
 
@@ -194,5 +191,7 @@ class OnlineEightBitMethod(EightBitMethod):
         total = 0
         for name, param in layer.named_parameters(recurse=False):
             rows = param.shape[0]
-            total += param.numel() + 4 * rows if name == "weight" else param.numel() * param.itemsize
+            total += (
+                param.numel() + 4 * rows if name == "weight" else param.numel() * param.itemsize
+            )
         return total

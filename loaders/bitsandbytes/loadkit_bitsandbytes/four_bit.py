@@ -15,7 +15,7 @@ from loadkit_bitsandbytes.options import QuantOptions
 from loadkit_bitsandbytes.piece import Piece
 from loadkit_bitsandbytes.pieces_of import merged, parts_of
 from loadkit_bitsandbytes.quant_state import QuantState
-from loadkit_bitsandbytes.saved import state_tensor
+from loadkit_bitsandbytes.saved import rows_of, state_tensor
 
 __all__ = ["FourBitMethod", "multiply_all", "piece_tensors", "tensors_of"]
 
@@ -121,8 +121,10 @@ class FourBitMethod(LinearMethodBase):
             ModelError: NOT_INVERTIBLE, the shard is a part of a matrix.
         """
         tensors = tensors_of(layer)
-        if name == "bias" or tensors["weight"].dtype != torch.uint8:
-            return None  # plain numbers, or not quantised yet
+        if tensors["weight"].dtype != torch.uint8:
+            return None  # not quantised yet
+        if name == "bias":
+            return {"": rows_of(layer, layer.get_parameter(name).data, shard_id)}
         if name != "weight":
             return {}
         pieces, shards = self.pieces(layer), getattr(layer, "output_shards", ())

@@ -7,13 +7,14 @@ that holds them packed, and decodes what no layer does.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from loadkit import tables
-from loadkit.base_loader import BaseModelLoader
+from loadkit.base_loader import BaseModelLoader, Checksum
 from loadkit.errors import ConfigFileError, OptionError
+from loadkit.multithread import MULTITHREAD_OPTIONS
 from loadkit.name_hints import strip_wrappers
 from loadkit.options import OptionSpec, validate_extra_config
 from loadkit.sharded_name import ShardedName
@@ -44,13 +45,15 @@ _UNUSED = {"state", "weight_format"}  # roles that no parameter takes
 class BitsAndBytesModelLoader(BaseModelLoader):
     """Loads bitsandbytes checkpoints, and quantises plain ones module by module.
 
-    Whether a checkpoint is quantised is what its tensors say. Keys of ``options`` that it contradicts
-    are refused; other keys of ``model_loader_extra_config`` are those of the load format that brings
-    the tensors.
+    Whether a checkpoint is quantised is what its tensors say. Keys of ``options`` that it
+    contradicts are refused; other keys of ``model_loader_extra_config`` are those of the load
+    format that brings the tensors.
     """
 
     options: ClassVar[Mapping[str, OptionSpec]] = {
-        "weights_from": OptionSpec("weights_from", str, "hf", "load format that brings the tensors"),
+        "weights_from": OptionSpec(
+            "weights_from", str, "hf", "load format that brings the tensors"
+        ),
         "misaligned": OptionSpec(
             "misaligned",
             str,
@@ -59,6 +62,7 @@ class BitsAndBytesModelLoader(BaseModelLoader):
             choices=("error", "requantise", "decode"),
         ),
         **LOADER_OPTIONS,
+        **MULTITHREAD_OPTIONS,  # those of the load format that brings the tensors, as a rule
     }
 
     _survey: Survey | None = None
@@ -71,13 +75,16 @@ class BitsAndBytesModelLoader(BaseModelLoader):
         )
         inner_class: Any = tables.loaders.lookup(name)
         if inner_class is type(self):
-            raise OptionError("weights_from is the load format that brings the tensors, not this one")
+            raise OptionError(
+                "weights_from is the load format that brings the tensors, not this one"
+            )
         every = {**inner_class.options, **self.options}
         extra = validate_extra_config(every, given, load_config.load_format)
-        own = {key: given[key] for key in given if key in self.options}
+        ours = self.options.keys() - MULTITHREAD_OPTIONS.keys()
+        own = {key: given[key] for key in given if key in ours}
         super().__init__(replace(load_config, model_loader_extra_config=own))
         self.extra_config = extra
-        rest = {key: given[key] for key in given if key not in self.options}
+        rest = {key: given[key] for key in given if key not in ours}
         self._inner: BaseModelLoader = inner_class(
             replace(load_config, load_format=name, model_loader_extra_config=rest)
         )
@@ -143,6 +150,9 @@ class BitsAndBytesModelLoader(BaseModelLoader):
             config.options = type(config).from_config({**stated, **_other_off(given)}).options
         config.misaligned = str(self.extra_config["misaligned"])
         return config
+
+    def checksums(self, name: str) -> Sequence[Checksum]:
+        return self._inner.checksums(name)
 
     def catalogue(self, model_config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor of the checkpoint under its own name, as it is stored."""

@@ -77,7 +77,9 @@ class QuantOptions:
         if four and eight:
             raise ConfigFileError("load_in_4bit and load_in_8bit are both true; one of them is")
         if four is False and eight is False:
-            raise ConfigFileError("load_in_4bit and load_in_8bit are both false; one of them is true")
+            raise ConfigFileError(
+                "load_in_4bit and load_in_8bit are both false; one of them is true"
+            )
         if four is False:
             found["load_in_8bit"] = True
         size = found.get("bnb_4bit_blocksize", 64)
@@ -100,7 +102,9 @@ class QuantOptions:
 
     def skips(self, name: str) -> bool:
         """Whether a module of that dotted name is left out: an entry is a run of components."""
-        return any(_is_run(entry.split("."), name.split(".")) for entry in self.llm_int8_skip_modules)
+        return any(
+            _is_run(entry.split("."), name.split(".")) for entry in self.llm_int8_skip_modules
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON-able values."""

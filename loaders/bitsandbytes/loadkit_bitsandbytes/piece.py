@@ -100,7 +100,9 @@ class Piece:
         """Whether its borders are borders of blocks."""
         size = self.scheme.blocksize
         if self.cuts_columns:
-            return not (self.source_columns % size or self.first_column % size or self.columns % size)
+            return not (
+                self.source_columns % size or self.first_column % size or self.columns % size
+            )
         start = self.first_row * self.source_columns
         ends = self.first_row + self.rows == self.source_rows or self.numel % size == 0
         return start % size == 0 and ends
@@ -157,7 +159,9 @@ class Piece:
             first = self.first_row, self.first_column // unit
             return Cutout(self.tensor, at, source, first, (self.rows, self.columns // unit))
         start = self.first_row * self.source_columns // unit
-        return Cutout(self.tensor, at, (1, -(-total // unit)), (0, start), (1, -(-self.numel // unit)))
+        return Cutout(
+            self.tensor, at, (1, -(-total // unit)), (0, start), (1, -(-self.numel // unit))
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,9 +99,7 @@ def pieces_of(layer: LayerShards, found: Sequence[StoredMatrix]) -> list[Piece] 
                 matrix.state.offset,
             )
         )
-    sizes = all(
-        matrix.shape == (rows_of[matrix.name], layer.total_columns) for matrix in found
-    )
+    sizes = all(matrix.shape == (rows_of[matrix.name], layer.total_columns) for matrix in found)
     return pieces if sizes else None
 
 
@@ -145,7 +143,9 @@ def parts_of(
                 tensors["weight"].narrow(0, at.weight, piece.nbytes),
                 tensors["absmax"].narrow(0, at.absmax, piece.blocks),
                 None if maps is None else maps.narrow(0, 16 * i, 16),
-                None if nested is None else nested.narrow(0, at.nested_absmax, piece.nested_span[1]),
+                None
+                if nested is None
+                else nested.narrow(0, at.nested_absmax, piece.nested_span[1]),
                 None if nested is None else tensors["nested_quant_map"].narrow(0, 256 * i, 256),
                 None if nested is None else tensors["nested_offset"][i],
             ),

@@ -1,15 +1,26 @@
-"""The small tensors that go with a quantised matrix in a checkpoint."""
+"""What of a layer goes into a checkpoint, beside the codes themselves."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import torch
+from torch import nn
 
 from loadkit_bitsandbytes.quant_state import QuantState
 from loadkit_bitsandbytes.scheme import CODES
 
-__all__ = ["state_tensor"]
+__all__ = ["rows_of", "state_tensor"]
+
+
+def rows_of(layer: nn.Module, tensor: torch.Tensor, shard_id: Any) -> torch.Tensor:
+    """The rows (or entries of a bias) of one shard of a layer at tp 1, or of all: a view."""
+    shards = getattr(layer, "output_shards", ())
+    if not shards:  # a head: its last rows may be padding
+        return tensor.narrow(0, 0, int(getattr(layer, "num_embeddings", tensor.shape[0])))
+    wanted = [shard for shard in shards if shard_id in (None, shard.id)]
+    return tensor.narrow(0, wanted[0].offset, sum(shard.size for shard in wanted))
 
 
 def state_tensor(state: QuantState, code: torch.Tensor | None) -> dict[str, torch.Tensor]:

@@ -19,9 +19,7 @@ _NF4 = (
     0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-_FP4 = tuple(
-    sign * value / 12.0 for sign in (1, -1) for value in (0.0, 0.0625, 8, 12, 4, 6, 2, 3)
-)
+_FP4 = tuple(sign * value / 12.0 for sign in (1, -1) for value in (0.0, 0.0625, 8, 12, 4, 6, 2, 3))
 # kind -> the numbers that its 16 codes stand for; kernels have them built in
 CODES = {"nf4": _NF4, "fp4": _FP4}
 
