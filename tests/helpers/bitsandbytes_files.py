@@ -62,7 +62,7 @@ def quantised(
     """A state dict with some of its matrices quantised."""
     found: State = {}
     for name, tensor in state.items():
-        found |= make(name, tensor) if chosen(name) else {name: tensor}
+        found |= make(name, tensor) if chosen(name) and tensor.dim() == 2 else {name: tensor}
     return found
 
 
@@ -76,7 +76,9 @@ def dequantised(state: Mapping[str, torch.Tensor]) -> State:
             held = QuantState.from_dict(dict(own), device=torch.device("cpu"))
             found[name] = F.dequantize_4bit(tensor.view(torch.uint8).view(-1, 1), held)
         elif tensor.dtype == torch.int8:
-            found[name] = torch.ops.bitsandbytes.int8_vectorwise_dequant(tensor, state[f"{stem}SCB"])
+            found[name] = torch.ops.bitsandbytes.int8_vectorwise_dequant(
+                tensor, state[f"{stem}SCB"]
+            )
         elif ".weight." not in name and not name.endswith((".SCB", ".weight_format")):
             found[name] = tensor
     return found
