@@ -481,14 +481,12 @@ def test_a_remote_archives_records_are_found_without_a_request_for_each(
     assert places == [(info.name, info.offset) for info in local.tensors]
 
 
-def test_a_remote_archive_of_another_alignment_is_read_right(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_remote_archive_of_another_alignment_is_read_right(tmp_path: Path) -> None:
     from torch.utils.serialization import config
 
-    monkeypatch.setattr(config.save, "storage_alignment", 4096)
     path = tmp_path / "m.bin"
-    torch.save({f"w{n}": torch.full((3,), float(n)) for n in range(9)}, path)
+    with config.patch("save.storage_alignment", 4096):
+        torch.save({f"w{n}": torch.full((3,), float(n)) for n in range(9)}, path)
     remote = Remote(path.read_bytes())
     for info in read_archive(remote).tensors:
         wanted = torch.full((3,), float(info.name[1:])).numpy().tobytes()
