@@ -93,6 +93,10 @@ class BaseModelLoader(ABC):
 
         return ModelConfig.from_source(source, load_config=load_config, **options)
 
+    def follows(self) -> frozenset[str]:
+        """The fields of ``LoadConfig`` that this loader follows in this load."""
+        return self.load_options
+
     def download_model(self, model_config: ModelConfig) -> None:  # noqa: B027
         """Make the checkpoint's files available; nothing to do where they already are."""
 

@@ -36,10 +36,10 @@ def refuse_unused(load_config: LoadConfig, loader: BaseModelLoader, source: Sour
     """Refuse fields of a ``LoadConfig`` that were set and that nobody in this load follows.
 
     Raises:
-        OptionError: names all of them; ``load_options`` of the loader and of the source say what
-            those two follow.
+        OptionError: names all of them; ``follows`` of the loader and ``load_options`` of the source say
+            what those two do.
     """
-    followed = _EVERY_LOAD | loader.load_options | source.load_options
+    followed = _EVERY_LOAD | loader.follows() | source.load_options
     unused = [
         f"{name}={printable(repr(getattr(load_config, name)), 60)}"
         for name, spec in load_config.options().items()

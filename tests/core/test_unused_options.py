@@ -138,5 +138,5 @@ def test_a_method_that_is_not_installed_is_named(place: Path) -> None:
 
 def test_a_format_of_a_later_version_is_not_called_missing(place: Path) -> None:
     with pytest.raises(loadkit.NotInstalledError, match=r"installed as .* and lacks it") as caught:
-        loadkit.plan(place, load_format="npcache")
+        loadkit.plan(place, load_format="mistral")
     assert caught.value.hint is None

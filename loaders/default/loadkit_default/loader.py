@@ -54,9 +54,9 @@ class DefaultModelLoader(BaseModelLoader):
         "allow_patterns_overrides",
         "ignore_index",
         "ignore_patterns",
-        "pt_load_map_location",
-        "weights_key",
     }
+
+    archive_options: ClassVar[frozenset[str]] = frozenset({"pt_load_map_location", "weights_key"})
 
     weight_files: WeightFiles | None = None
     ties: tuple[tuple[str, ...], ...] = ()
@@ -68,6 +68,12 @@ class DefaultModelLoader(BaseModelLoader):
         self.multithread = multithread(load_config, self.extra_config)
         if self.multithread is not None:
             self.load_config = replace(load_config, num_threads=self.multithread.threads)
+
+    def follows(self) -> frozenset[str]:
+        """Archives have two options more; safetensors files would ignore them."""
+        if self.load_config.load_format == "safetensors":
+            return self.load_options
+        return self.load_options | self.archive_options
 
     @classmethod
     def read_header(cls, file: File) -> Archive:
