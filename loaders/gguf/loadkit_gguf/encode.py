@@ -9,20 +9,37 @@ Source: the block layouts of ``ggml-common.h``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
+
+from loadkit.readers.threads import default_threads, run_tasks
+from loadkit_gguf.encoding import PIECE, one_thread_per_operation
 
 __all__ = ["ENCODERS", "Encoder", "encode_rows"]
 
 Encoder = Callable[[torch.Tensor], torch.Tensor]
 BLOCK = 32
+_PARALLEL = 1 << 20  # elements from which threads are worth starting
+_MAX_THREADS = 8
 
 
 def encode_rows(kind: str, rows: torch.Tensor) -> torch.Tensor:
     """Rows of numbers [..., K], whole blocks, as rows of bytes, uint8 [..., bytes of a row]."""
-    shape = rows.shape
-    blocks = ENCODERS[kind](rows.float().reshape(-1, BLOCK))
-    return blocks.reshape(*shape[:-1], shape[-1] // BLOCK * blocks.shape[-1])
+    encode = ENCODERS[kind]
+    blocks = rows.reshape(-1, BLOCK)
+    out = torch.empty(len(blocks), encode(torch.zeros(1, BLOCK)).shape[1], dtype=torch.uint8)
+    step = PIECE // BLOCK
+
+    def piece(start: int) -> int:
+        made = encode(blocks[start : start + step].float())
+        out[start : start + step] = made
+        return made.numel()
+
+    with torch.no_grad(), one_thread_per_operation():
+        threads = 1 if rows.numel() < _PARALLEL else default_threads(0, _MAX_THREADS)
+        run_tasks((partial(piece, at) for at in range(0, len(blocks), step)), threads)
+    return out.reshape(*rows.shape[:-1], rows.shape[-1] // BLOCK * out.shape[1])
 
 
 def _inverse(scale: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 from loadkit.errors import ModelError
 from loadkit.readers.threads import default_threads, run_tasks
 
-__all__ = ["PIECE", "GGUFEncoding", "Kernel"]
+__all__ = ["PIECE", "GGUFEncoding", "Kernel", "one_thread_per_operation"]
 
 Kernel = Callable[[torch.Tensor, torch.Tensor], None]
 """``kernel(packed, out)``: uint8 [N, block_bytes], contiguous, begins at a multiple of 4 bytes of
@@ -73,7 +73,7 @@ class GGUFEncoding:
             )
         if out.numel() == 0:
             return
-        with torch.no_grad(), _one_thread_per_operation():
+        with torch.no_grad(), one_thread_per_operation():
             tasks = (lambda p=p, o=o: self._piece(p, o) for p, o in self._pieces(packed, out))
             threads = 1 if out.numel() < _PARALLEL else default_threads(0, _MAX_THREADS)
             run_tasks(tasks, threads)
@@ -133,7 +133,7 @@ _threads_before = 1
 
 
 @contextmanager
-def _one_thread_per_operation() -> Iterator[None]:
+def one_thread_per_operation() -> Iterator[None]:
     """Torch operations of this block, and of threads started in it, run on their own thread only.
 
     Pieces are too small to be worth splitting: where cores are shared, waiting for torch's own
