@@ -61,8 +61,8 @@ def named_by_config(source: Source, found: Detected) -> tuple[str, str] | None:
     if b"quant_method" not in data:
         return None
     values = parse_config(data, file="config.json")
-    stated = find_quantization(HFConfig.from_dict(values), file="config.json") or {}
-    method = stated.get("quant_method")
+    stated = find_quantization(HFConfig.from_dict(values), file="config.json")
+    method = None if stated is None else stated.get("quant_method")
     if found.load_format not in _OWN_FORMAT.get(str(method), ()):
         return None
     return str(method), f"config.json says quant_method {method!r}; {found.why}"

@@ -42,5 +42,6 @@ class TestFourBit(LoaderContract):
         return numbers_of(model)
 
 
+@pytest.mark.slow
 class TestFP4(TestFourBit):
     make = staticmethod(partial(pack, blocksize=32, quant_type="fp4"))

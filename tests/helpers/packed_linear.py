@@ -22,8 +22,11 @@ def numbers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """A model's parameters under the names and in the dtype of a plain load."""
     found: dict[str, torch.Tensor] = {}
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point() and p.itemsize < 8)
+    seen: set[int] = set()  # a tied head has the embedding's
     for path, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
+        own = {name: param for name, param in own.items() if id(param) not in seen}
+        seen.update(map(id, own.values()))
         if is_packed(module) and own:
             method: Any = module.quant_method
             found[f"{path}.weight"] = method.dequantised(module).to(dtype)

@@ -66,12 +66,14 @@ def same_state(a: Any, b: Any) -> None:
 # -- numbers -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@makers
+@pytest.mark.parametrize(
+    ("way", "tp"),
+    [("nf4-dq", 1), ("nf4-dq", 2), ("nf4-dq", 4), ("nf4", 2), ("fp4-32", 4), ("int8", 4)],
+)
 def test_BNB_01_the_ranks_hold_what_bitsandbytes_dequantises(
-    make: Any, tp: int, tmp_path: Path
+    way: str, tp: int, tmp_path: Path
 ) -> None:
-    written = write_quantised(tmp_path, make)
+    written = write_quantised(tmp_path, MAKERS[way])
     results = [load(tmp_path, parallel) for parallel in parallel_of(tp)]
     check_ranks([result.model for result in results], dequantised(written))
     for result in results:
@@ -153,7 +155,7 @@ def test_what_no_layer_holds_packed_is_decoded(tmp_path: Path) -> None:
         found = load(tmp_path, parallel)
         rows = [r for r in found.plan.rows if r.parameter == "model.embed_tokens.weight"]
         kinds = {(row.exact, row.kind) for row in rows if row.tensor}
-        assert kinds == {("whole", "compute")}
+        assert {kind for _, kind in kinds} == {"compute"}
         table = found.model.model.embed_tokens
         rows = expected["model.embed_tokens.weight"][table.vocab_start_index :][: len(table.weight)]
         assert torch.equal(table.weight[: len(rows)], rows)
@@ -363,6 +365,9 @@ def test_saved_as_hugging_face_has_it_it_is_the_same_checkpoint(make: Any, tmp_p
     model = load(tmp_path / "source").model
     logits_of(model)  # a forward leaves the weights alone
     loadkit.save(model, tmp_path / "out")
+    loadkit.save(model, tmp_path / "named", save_format="bitsandbytes")
+    files = [tmp_path / name / "model.safetensors" for name in ("out", "named")]
+    assert files[0].read_bytes() == files[1].read_bytes()
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert found.keys() == written.keys()
     for name, tensor in written.items():
@@ -372,14 +377,21 @@ def test_saved_as_hugging_face_has_it_it_is_the_same_checkpoint(make: Any, tmp_p
     same_state(load(tmp_path / "out").model, model)
 
 
-def test_a_rank_is_no_checkpoint_and_fused_states_cannot_be_split(tmp_path: Path) -> None:
+def test_a_plain_model_is_not_saved_as_a_quantised_one(tmp_path: Path) -> None:
+    write_cfg(tmp_path, hidden_size=256, intermediate_size=512)
+    write_st(tmp_path / "model.safetensors", llama_sd(seed=3, **SIZES))
+    with pytest.raises(loadkit.LoadkitError, match="not quantised by bitsandbytes"):
+        loadkit.save(load(tmp_path).model, tmp_path / "out", save_format="bitsandbytes")
+
+
+def test_one_rank_is_no_checkpoint(tmp_path: Path) -> None:
     write_quantised(tmp_path)
     rank = load(tmp_path, ParallelConfig(tp_size=2)).model
     with pytest.raises(loadkit.LoadkitError, match="one rank's part"):
         loadkit.save(rank, tmp_path / "out")
 
 
-@makers
+@pytest.mark.parametrize("make", [MAKERS["nf4-dq"], pack_eight], ids=["nf4-dq", "int8"])
 def test_SS_04_rank_files_of_packed_weights_are_loaded_and_cut_anew(
     make: Any, tmp_path: Path
 ) -> None:
@@ -392,6 +404,14 @@ def test_SS_04_rank_files_of_packed_weights_are_loaded_and_cut_anew(
     for parallel in (ParallelConfig(), *parallel_of(4)):
         found = load(out, parallel).model
         same_state(found, load(source, parallel).model)
+
+
+def test_a_conversion_keeps_what_is_quantised(tmp_path: Path) -> None:
+    written = write_quantised(tmp_path / "q", MAKERS["nf4-dq"])
+    loadkit.convert(tmp_path / "q", tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == written.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in written.items())
 
 
 def test_numbers_of_a_model_are_those_of_a_plain_load(tmp_path: Path) -> None:

@@ -66,11 +66,12 @@ def part(name: str, weight: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
     return weight.chunk(pieces, dim=0)[rank * pieces // tp].contiguous()
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@ways
-def test_each_slice_is_quantised_as_bitsandbytes_would(
-    options: dict[str, Any], make: Any, tp: int, plain: Path
-) -> None:
+@pytest.mark.parametrize(
+    ("way", "tp"),
+    [("nf4-dq", 1), ("nf4-dq", 4), ("nf4", 2), ("fp4-128", 2), ("int8", 4), ("int8", 1)],
+)
+def test_each_slice_is_quantised_as_bitsandbytes_would(way: str, tp: int, plain: Path) -> None:
+    options, make = WAYS[way]
     weights = llama_sd(seed=3, **SIZES)
     for rank, parallel in enumerate(parallel_of(tp)):
         result = load(plain, parallel, load_config=config_of(options))
@@ -84,7 +85,7 @@ def test_each_slice_is_quantised_as_bitsandbytes_would(
         assert result.plan.bytes_to_read == result.report.bytes_read
 
 
-@ways
+@pytest.mark.parametrize(("options", "make"), [WAYS["nf4"], WAYS["int8"]], ids=["nf4", "int8"])
 def test_any_load_format_quantises_where_it_is_asked_to(
     options: dict[str, Any], make: Any, plain: Path
 ) -> None:
@@ -140,7 +141,9 @@ def test_what_is_saved_is_what_bitsandbytes_makes_of_the_checkpoint(
     assert all(torch.equal(one[name], other[name]) for name in other)
 
 
-@ways
+@pytest.mark.parametrize(
+    ("options", "make"), [WAYS["nf4-dq"], WAYS["int8"]], ids=["nf4-dq", "int8"]
+)
 def test_SS_04_rank_files_keep_the_quantised_layout(
     options: dict[str, Any], make: Any, plain: Path, tmp_path: Path
 ) -> None:

@@ -27,8 +27,9 @@ def tensors_of(layer: nn.Module, stem: str = "weight") -> dict[str, torch.Tensor
     found: dict[str, torch.Tensor] = {}
     for role in ROLES:
         name = stem if role == "weight" else f"{stem}_{role}"
-        tensor = layer._parameters.get(name)
-        tensor = layer._buffers.get(name) if tensor is None else tensor
+        tensor: torch.Tensor | None = layer._parameters.get(name)
+        if tensor is None:
+            tensor = layer._buffers.get(name)
         if tensor is not None:
             found[role] = tensor.data
     return found

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from loadkit import tables
 from loadkit.base_loader import BaseModelLoader, Checksum
-from loadkit.errors import ConfigFileError, OptionError
+from loadkit.errors import ConfigFileError, OptionError, UsageError
 from loadkit.multithread import MULTITHREAD_OPTIONS
 from loadkit.name_hints import strip_wrappers
 from loadkit.options import OptionSpec, validate_extra_config
+from loadkit.origin import origin_of
 from loadkit.sharded_name import ShardedName
 from loadkit.tracing.lazy_tensor import LazyTensor, Offered, lazy_from_info
 from loadkit.tracing.misfit import report_misfit
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from loadkit.config import LoadConfig
     from loadkit.model_config import ModelConfig
     from loadkit.quantization import QuantizationConfig
+    from loadkit.save import SaveReport
 
 __all__ = ["BitsAndBytesModelLoader"]
 
@@ -135,7 +137,7 @@ class BitsAndBytesModelLoader(BaseModelLoader):
                 file=model_config.config_file,
                 hint="leave load_format out",
             )
-        stated = model_config.quantization_config or {}
+        stated: Mapping[str, Any] = model_config.quantization_config or {}
         matrices = self._found(model_config).matrices
         given = {
             key: self.extra_config[key]
@@ -187,6 +189,29 @@ class BitsAndBytesModelLoader(BaseModelLoader):
         if recorder is None:
             return observed(as_the_model_takes_them(named))
         return recorder.observe(named, then=as_the_model_takes_them)
+
+    @classmethod
+    def save_model(cls, model: nn.Module, path: Any, **options: Any) -> SaveReport:
+        """Write a quantised model as Hugging Face does: what ``save_format="safetensors"`` writes.
+
+        Raises:
+            UsageError: QUANTIZED, the model's weights are not quantised by bitsandbytes.
+        """
+        from loadkit.save import save
+        from loadkit_bitsandbytes.config import BitsAndBytesConfig
+
+        origin = origin_of(model)
+        config = None if origin is None else origin.config.quant_config
+        if not isinstance(config, BitsAndBytesConfig):
+            raise UsageError(
+                f"{type(model).__name__} is not quantised by bitsandbytes",
+                code="QUANTIZED",
+                hint="load it with quantization='bitsandbytes' first",
+            )
+        extra = options.pop("extra_config", None)
+        if extra:
+            raise OptionError("save_format 'bitsandbytes' has no model_loader_extra_config")
+        return save(model, path, **options)
 
 
 def _placed(found: Survey, kept: Collection[str], offers: Iterator[Named]) -> Iterator[Named]:

@@ -77,10 +77,10 @@ def survey(offers: Iterable[tuple[str, Offer]]) -> Survey:
         if mark and base in matrices:
             raise _bad(known, name, f"{show(base)} has a second quant_state")
         if mark:
-            matrices[base] = _four_bit(known, base, name, kind)
+            matrices[base] = matrix = _four_bit(known, base, name, kind)
             roles[name] = base, "state"
             roles[base] = base, "weight"
-            nested = bool(matrices[base].state and matrices[base].state.scheme.nested)
+            nested = matrix.state is not None and bool(matrix.state.scheme.nested)
             roles |= {f"{base}.{role}": (base, role) for role in _ROLES[: 4 if nested else 2]}
         elif name.endswith(".SCB") and _dtype(known.get(weight := _sibling(name))) == torch.int8:
             matrices[weight] = _eight_bit(known, weight, name)

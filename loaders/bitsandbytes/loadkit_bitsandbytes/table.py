@@ -113,10 +113,9 @@ class MatrixTable:
                 continue
             for shard_id, matrix in by_shard.items():
                 place = find_place(path.removeprefix(start) + _WEIGHT, shard_id)
-                if place is not None and place[1].expert is not None:
-                    parameter, (part, expert) = place
-                    key = part if part is not None else None
-                    entries.setdefault(expert, {})[parameter, key] = matrix
+                expert = None if place is None else place[1].expert
+                if place is not None and expert is not None:
+                    entries.setdefault(expert, {})[place[0], place[1].id] = matrix
         stem = "w2_weight" if [shard.id for shard in shards] == ["w2"] else "w13_weight"
         found: dict[int, list[StoredMatrix]] = {}
         for expert in experts:

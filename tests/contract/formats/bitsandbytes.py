@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,10 @@ class BitsAndBytes(MatrixFormat):
     def write(
         self, folder: Path, weights: dict[str, torch.Tensor], config: dict[str, Any], source: Path
     ) -> None:
-        from helpers.bitsandbytes_files import quantised
+        from helpers.bitsandbytes_files import pack, quantised
 
-        tensors = {name: tensor.contiguous() for name, tensor in quantised(weights).items()}
+        make = partial(pack, blocksize=32)  # a third of 288 columns is whole blocks
+        tensors = {name: tensor.contiguous() for name, tensor in quantised(weights, make).items()}
         write_checkpoint(folder, tensors, {**config, "quantization_config": STATED})
 
     def parameters(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
