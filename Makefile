@@ -4,6 +4,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 ARGS ?=
+# Two processes run the default tests, a file at a time; more only fight for the cores.
+WORKERS ?= -n 2 --dist loadfile
 
 # One folder with a pyproject.toml = one distribution. A new room is found by itself.
 PYPROJECTS := $(sort $(wildcard core/pyproject.toml layers/pyproject.toml loaders/*/pyproject.toml plugins/*/pyproject.toml))
@@ -30,9 +32,9 @@ $(STAMP):
 	@touch $(STAMP)
 
 test: setup  ## the tests, with wheels of everything installed into clean environments
-	$(PY) -m pytest -q $(ARGS)
+	$(PY) -m pytest -q $(WORKERS) $(ARGS)
 
-test-all: test  ## and the slow and large ones
+test-all: test  ## and the slow and large ones, one at a time
 	$(PY) -m pytest -q -m "slow or large"
 
 check: setup  ## ruff, its formatter, mypy strict over all members
