@@ -31,9 +31,9 @@ LoadkitError
     ├── ReadError              E_IO          carries .errno
     ├── WriteError             E_IO          carries .errno; what was there before is still there
     ├── DeviceError            E_DEVICE      an accelerator refused a copy, not for want of memory
-    ├── DownloadError          E_DOWNLOAD E_TIMEOUT E_AUTH E_OFFLINE   a server, or the way to it;
-    │                                        the code says what: it answered wrong or not at all, not
-    │                                        in time, it refuses the credentials, it is not reached
+    ├── DownloadError          E_DOWNLOAD E_TIMEOUT E_AUTH E_OFFLINE   a server, or its way: it
+    │                                        answered wrong or not at all, not in time, refuses the
+    │                                        credentials, is not reached
     ├── TruncatedError         E_TRUNCATED   the file ended before the tensor did
     └── ChangedError           E_CHANGED     the file changed while it was in use
 """

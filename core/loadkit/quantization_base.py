@@ -186,8 +186,8 @@ class QuantizationConfig(ABC):
             ConfigFileError: a key that is missing or has a bad value.
         """
 
-    @classmethod
-    def check_load_format(  # noqa: B027  # most methods have no load format of their own
+    @classmethod  # noqa: B027 - most methods have no load format of their own
+    def check_load_format(
         cls, config: Mapping[str, Any], load_format: str, *, file: str | None
     ) -> None:
         """Refuse a load format that cannot bring a checkpoint which says this of itself.

@@ -41,8 +41,9 @@ class LoadReport:
         casts: conversions: from, to, how many tensors.
         skipped: tensors that were not used, with reasons.
         initialised: parameters that no tensor wrote, with what they hold now and why.
-        verified: what ``verify="digest"`` compared: ``compared_bytes``, ``recorded_bytes`` (no digest
-            was known; it is kept for later loads) and, per file, who says what it should hold.
+        verified: what ``verify="digest"`` compared: ``compared_bytes``, ``recorded_bytes`` (no
+            digest was known; it is kept for later loads) and, per file, who says what it should
+            hold.
         warnings: what was allowed although it is unusual.
     """
 

@@ -75,8 +75,7 @@ def torch_dtype(name: str) -> torch.dtype:
     found = getattr(torch, attribute, None)
     if not isinstance(found, torch.dtype):
         raise FormatError(
-            f"dtype {name} needs a torch that has torch.{attribute}; "
-            f"this is {torch.__version__}",
+            f"dtype {name} needs a torch that has torch.{attribute}; this is {torch.__version__}",
             code="E_DTYPE",
         )
     return found

@@ -36,8 +36,8 @@ def refuse_unused(load_config: LoadConfig, loader: BaseModelLoader, source: Sour
     """Refuse fields of a ``LoadConfig`` that were set and that nobody in this load follows.
 
     Raises:
-        OptionError: names all of them; ``follows`` of the loader and ``load_options`` of the source say
-            what those two do.
+        OptionError: names all of them; ``follows`` of the loader and ``load_options`` of the
+            source say what those two do.
     """
     followed = _EVERY_LOAD | loader.follows() | source.load_options
     unused = [

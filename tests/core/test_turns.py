@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import llama_sd, write_cfg, write_shards
 from torch import nn
 
 import loadkit
+from helpers.checkpoints import llama_sd, write_cfg, write_shards
 from loadkit import LoadConfig
 from loadkit.errors import ModelError
 from loadkit.quantization import register_quantization_config
