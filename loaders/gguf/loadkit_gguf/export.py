@@ -2,8 +2,7 @@
 
 The way is loading run backwards: the model's layers say what of a parameter is which Hugging Face
 tensor, the architecture's mapper what GGUF calls it, and its transforms are undone. Of a mixture
-all experts' tensors of a projection become one. Before a file gets its name, its header is read
-back: a setting that GGUF cannot say is an error and never lost.
+all experts' tensors of a projection become one.
 """
 
 from __future__ import annotations
@@ -12,40 +11,33 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from loadkit.atomic_folder import AtomicFolder
 from loadkit.config import HFConfig
 from loadkit.errors import LoadkitError, ModelError, OptionError
 from loadkit.file_checks import show
 from loadkit.finish import check_ready
 from loadkit.options import OptionSpec, validate_extra_config
 from loadkit.origin import Origin, origin_of
-from loadkit.output_file import OutputFile, write_error
 from loadkit.retrace import checkpoint_origin
-from loadkit.save import SaveReport, check_whole_model, file_blocks
-from loadkit.save_config import check_unquantised, config_bytes, config_of, side_files, stated_tie
+from loadkit.save import SaveReport, check_whole_model
+from loadkit.save_config import check_unquantised, config_of, stated_tie
 from loadkit.save_layout import Part, lay_out
-from loadkit.saved_files import is_replaced
 from loadkit.sources import open_source
-from loadkit.sources.local_file import LocalFile
 from loadkit.text import printable
 from loadkit_gguf.architectures import GGUF_ARCHITECTURES, MIXTRAL, Architecture
-from loadkit_gguf.config import read_config
 from loadkit_gguf.config_keys import config_keys, rope_factors
 from loadkit_gguf.encode import ENCODERS
+from loadkit_gguf.export_files import split_parts, write_parts
 from loadkit_gguf.ggml_types import GGML_TYPES, GGMLType
-from loadkit_gguf.header import read_gguf_header
 from loadkit_gguf.names import expert_of
 from loadkit_gguf.stored import Piece, stored_tensor
 from loadkit_gguf.tokenizer_keys import tokenizer_keys
-from loadkit_gguf.writer import StoredTensor, write_file
+from loadkit_gguf.writer import StoredTensor
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,16 +65,6 @@ _FILE_TYPES["BF16"] = 32
 # What llama.cpp wants as float32 whatever the matrices are, without layer and suffix.
 _ALWAYS_F32 = {"ffn_gate_inp", "position_embd", "token_types", "rope_freqs"}
 _ENDS = {"token_embd", "output"}  # of 4 or 5 bits the embedding and the head are too few
-_NOT_COMPARED = {"dtype", "architectures", "model_type", "rope_theta", "rope_scaling"}
-
-
-@dataclass(frozen=True)
-class _Target:
-    """Where files go: ``folder``, and what the first one is called."""
-
-    folder: Path
-    name: str
-    single: bool
 
 
 def save_gguf(
@@ -143,9 +125,8 @@ def save_gguf(
     if why:
         refused["tokenizer"] = why
     keys |= _metadata(metadata or {}, keys)
-    target = _target(path)
-    shards = _shards(tensors, max_shard_bytes)
-    files, copied = _write(target, shards, keys, origin, values, hf_config, refused)
+    shards = split_parts(tensors, max_shard_bytes)
+    files, copied = write_parts(path, shards, keys, origin, values, hf_config, refused)
     return SaveReport(
         path=Path(path),
         files=files,
@@ -281,146 +262,3 @@ def _metadata(given: Mapping[str, str], keys: Mapping[str, Any]) -> dict[str, st
             + ", ".join(map(show, bad))
         )
     return dict(given)
-
-
-# -- files -----------------------------------------------------------------------------------------
-
-
-def _target(path: str | os.PathLike[str]) -> _Target:
-    where = Path(path).expanduser()
-    if where.suffix == ".gguf" and not where.is_dir():
-        return _Target(where.parent, where.name, True)
-    return _Target(where, "model.gguf", False)
-
-
-def _shards(tensors: Sequence[StoredTensor], most: int) -> list[list[StoredTensor]]:
-    shards: list[list[StoredTensor]] = [[]]
-    filled = 0
-    for tensor in tensors:
-        if shards[-1] and filled + tensor.nbytes > most:
-            shards.append([])
-            filled = 0
-        shards[-1].append(tensor)
-        filled += tensor.nbytes
-    return shards
-
-
-def _named(target: _Target, shards: Sequence[Any]) -> list[str]:
-    if len(shards) == 1:
-        return [target.name]
-    stem = target.name.removesuffix(".gguf")
-    return [f"{stem}-{n + 1:05d}-of-{len(shards):05d}.gguf" for n in range(len(shards))]
-
-
-def _keys_of(keys: Mapping[str, Any], number: int, shards: Sequence[Any]) -> dict[str, Any]:
-    """The keys of one part: the model's are in the first."""
-    if len(shards) == 1:
-        return dict(keys)
-    import numpy as np
-
-    split = {
-        "split.no": np.uint16(number),
-        "split.count": np.uint16(len(shards)),
-        "split.tensors.count": np.int32(sum(map(len, shards))),
-    }
-    return {**(keys if number == 0 else {}), **split}
-
-
-def _write(
-    target: _Target,
-    shards: Sequence[Sequence[StoredTensor]],
-    keys: Mapping[str, Any],
-    origin: Origin | None,
-    values: dict[str, Any],
-    hf_config: HFConfig,
-    refused: dict[str, str],
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """All files in place, or none; returns the weight files and those that were copied."""
-    names = _named(target, shards)
-    if target.single:
-        _write_single(target, names, shards, keys, hf_config)
-        return tuple(names), ()
-    with (
-        side_files(origin) as (files, not_copied),
-        AtomicFolder(target.folder, _is_replaced) as folder,
-    ):
-        refused |= not_copied
-        for name, file in files:
-            with folder.create(name) as out:
-                for block in file_blocks(file):
-                    out.write(block)
-        with folder.create("config.json") as out:
-            out.write(config_bytes(values, dtype=None, tied=False))
-        written = []
-        for number, (name, shard) in enumerate(zip(names, shards, strict=True)):
-            with folder.create(name) as out:
-                write_file(out, _keys_of(keys, number, shards), shard)
-            written.append(folder.path_of(name))
-        _check_back(written, hf_config)
-        return tuple(names), tuple(name for name, _ in files)
-
-
-def _write_single(
-    target: _Target,
-    names: Sequence[str],
-    shards: Sequence[Sequence[StoredTensor]],
-    keys: Mapping[str, Any],
-    hf_config: HFConfig,
-) -> None:
-    """Files under hidden names beside the target, renamed when all are durable and read back."""
-    target.folder.mkdir(parents=True, exist_ok=True)
-    hidden = [target.folder / f".loadkit-save-{os.getpid()}-{name}" for name in names]
-    try:
-        for number, (path, shard) in enumerate(zip(hidden, shards, strict=True)):
-            with OutputFile(path, names[number]) as out:
-                write_file(out, _keys_of(keys, number, shards), shard)
-        _check_back(hidden, hf_config)
-        for path, name in zip(hidden, names, strict=True):
-            try:
-                path.replace(target.folder / name)
-            except OSError as error:
-                raise write_error(error, name, "put in place") from error
-    finally:
-        for path in hidden:
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
-
-
-def _is_replaced(name: str) -> bool:
-    """Whether a file of an old folder belongs to what is replaced."""
-    return is_replaced(name) or (name.startswith("model") and name.endswith(".gguf"))
-
-
-def _check_back(paths: Sequence[Path], hf_config: HFConfig) -> None:
-    """Read the headers as a load will, and compare the config with the model's.
-
-    Raises:
-        ModelError: GGUF_CONFIG, a setting would be another one.
-    """
-    opened = [LocalFile(path.name, str(path)) for path in paths]
-    try:
-        found = read_config([read_gguf_header(file) for file in opened])
-    finally:
-        for file in opened:
-            file.close()
-    for name, value in found.items():
-        mine = hf_config.get(name)
-        if name in _NOT_COMPARED or name.endswith("_token_id") or mine is None:
-            continue
-        if isinstance(mine, list):
-            mine, value = list(mine), list(value)
-        if mine != value and not _close(mine, value):
-            raise ModelError(
-                f"config.json says {name} = {printable(repr(mine), 120)}; a GGUF file would say "
-                f"{printable(repr(value), 120)}",
-                code="GGUF_CONFIG",
-                detail={"key": name},
-                hint="save_format='safetensors' keeps every setting",
-            )
-
-
-def _close(one: Any, other: Any) -> bool:
-    """Whether two numbers are the same float32."""
-    if not all(isinstance(n, int | float) and not isinstance(n, bool) for n in (one, other)):
-        return False
-    return bool(abs(one - other) <= 1e-6 * abs(one))

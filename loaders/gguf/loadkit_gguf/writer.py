@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from loadkit.errors import ModelError
+from loadkit.file_checks import show
 from loadkit_gguf.ggml_types import GGMLType
 
 __all__ = ["ALIGNMENT", "StoredTensor", "header_bytes", "write_file"]
@@ -49,7 +51,8 @@ def write_file(out: Sink, keys: Mapping[str, Any], tensors: Sequence[StoredTenso
     """Write one file; returns the bytes of its tensors.
 
     Raises:
-        ValueError: a tensor gave other bytes than its shape says, or a key's value has no type.
+        ModelError: E_LAYOUT, a tensor gave other bytes than its shape says.
+        ValueError: a key's value has no type.
         OSError: whatever ``out`` raises.
     """
     out.write(header_bytes(keys, tensors))
@@ -60,7 +63,11 @@ def write_file(out: Sink, keys: Mapping[str, Any], tensors: Sequence[StoredTenso
             written += len(block)
             out.write(block, tensor.name)
         if written != tensor.nbytes:
-            raise ValueError(f"{tensor.name} gave {written} bytes, not {tensor.nbytes}")
+            raise ModelError(
+                f"tensor {show(tensor.name)} gave {written} bytes, not {tensor.nbytes}",
+                code="E_LAYOUT",
+                tensor=tensor.name,
+            )
         out.write(bytes(-written % ALIGNMENT))
         total += written
     return total
