@@ -219,6 +219,9 @@ def test_weights_that_are_quantised_in_memory_only_cannot_be_saved(tmp_path: Pat
         def get_name(cls) -> str:
             return "blocks"
 
+        def to_config(self) -> None:
+            """No config.json can say it."""
+
     write_llama(tmp_path / "a")
     model = loadkit.load_model(tmp_path / "a")
     origin = origin_of(model)
