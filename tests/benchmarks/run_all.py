@@ -16,7 +16,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import generate, gguf_decode, gguf_packed, pt_catalogue, races, tensorizer_format
+from benchmarks import (
+    bitsandbytes_format,
+    generate,
+    gguf_decode,
+    gguf_packed,
+    pt_catalogue,
+    races,
+    tensorizer_format,
+)
 from benchmarks.harness import (
     Benchmark,
     Figures,
@@ -136,6 +144,18 @@ def pt_archive(small: bool) -> Benchmark:
     )
 
 
+def bitsandbytes_folders(small: bool) -> Benchmark:
+    """A quantised folder, and a plain one that is quantised while it loads, by transformers too."""
+    plain, packed = bitsandbytes_format.write_folders(generate.CACHE, 8 if small else 32)
+    return Benchmark(
+        "bitsandbytes",
+        bitsandbytes_format.variants(plain, packed),
+        base="transformers, nf4 folder",
+        files=[plain / "model.safetensors", packed / "model.safetensors"],
+        columns=("cpu_s", "returned_s", "touched_s", "anon_mib"),
+    )
+
+
 def tensorizer_file(small: bool) -> Benchmark:
     """A tensorizer file into a module's parameters, with its hashes compared and without."""
     path = tensorizer_format.write_file(
@@ -169,6 +189,7 @@ BENCHMARKS: dict[str, Callable[[bool], Benchmark]] = {
     "gguf-packed": packed,
     "gguf-load": gguf_load,
     "pt-catalogue": pt_archive,
+    "bitsandbytes": bitsandbytes_folders,
     "tensorizer": tensorizer_file,
 }
 

@@ -14,12 +14,13 @@ import torch
 import torch.nn.functional as F
 
 from loadkit_bitsandbytes.library import functional
+from loadkit_bitsandbytes.parts import in_parts
 from loadkit_bitsandbytes.piece import Piece
 from loadkit_bitsandbytes.scheme import NESTED_BLOCKSIZE, Scheme
 
 __all__ = ["Quantised", "dequantise", "joined", "multiply", "plain_scales", "quantise"]
 
-_STEP = 1 << 19  # elements that are quantised at a time
+_STEP = 1 << 17  # elements that are quantised at a time
 
 
 class Quantised(NamedTuple):
@@ -115,20 +116,21 @@ def multiply(
 def quantise(numbers: torch.Tensor, scheme: Scheme) -> Quantised:
     """A contiguous matrix in 4 bits, as ``bitsandbytes.functional.quantize_4bit`` makes it.
 
-    Blocks do not depend on one another, so it is done a few of them at a time: what the operator
-    needs beside its result stays small.
+    Blocks do not depend on one another, so it is done a few of them at a time.
     """
     library = functional()
-    flat, step = numbers.reshape(-1), _STEP // scheme.blocksize * scheme.blocksize
+    flat = numbers.reshape(-1)
     weight = torch.empty((flat.numel() + 1) // 2, dtype=torch.uint8, device=flat.device)
     absmax = torch.empty(scheme.blocks(flat.numel()), dtype=torch.float32, device=flat.device)
-    for start in range(0, flat.numel(), step):
-        part = flat[start : start + step]
+
+    def some(start: int, end: int) -> None:
         codes, scales = torch.ops.bitsandbytes.quantize_4bit.default(
-            part, scheme.blocksize, scheme.kind, torch.uint8
+            flat[start:end], scheme.blocksize, scheme.kind, torch.uint8
         )
         weight[start // 2 :][: codes.numel()] = codes.view(-1)
         absmax[start // scheme.blocksize :][: scales.numel()] = scales
+
+    in_parts(flat.numel(), _STEP, scheme.blocksize, flat.device, some)
     if not scheme.nested:
         return Quantised(weight, absmax)
     offset = absmax.mean()

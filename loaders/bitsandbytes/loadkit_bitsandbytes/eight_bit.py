@@ -11,6 +11,7 @@ from torch import nn
 from loadkit.quantization import LinearMethodBase
 from loadkit_bitsandbytes.library import functional
 from loadkit_bitsandbytes.options import QuantOptions
+from loadkit_bitsandbytes.parts import in_parts
 from loadkit_bitsandbytes.saved import rows_of
 from loadkit_layers.parameter import (
     BaseParameter,
@@ -27,7 +28,7 @@ __all__ = [
     "quantise_rows",
 ]
 
-_STEP = 1 << 19  # elements that are quantised at a time
+_STEP = 1 << 18  # elements that are quantised at a time
 _PER_STEP = 7.874015718698502e-3  # 1 / 127, as the library has it
 
 
@@ -37,12 +38,14 @@ def quantise_rows(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     N, K = numbers.shape
     weight = torch.empty((N, K), dtype=torch.int8, device=numbers.device)
     scales = torch.empty(N, dtype=torch.float32, device=numbers.device)
-    step = max(1, _STEP // max(1, K))
-    for start in range(0, N, step):
-        part = numbers[start : start + step].contiguous().to(torch.float16)
-        codes, found, _ = library.int8_vectorwise_quant(part)
-        weight[start : start + step] = codes
-        scales[start : start + step] = found
+
+    def some(start: int, end: int) -> None:
+        rows = slice(start // K, end // K)
+        codes, found, _ = library.int8_vectorwise_quant(numbers[rows].contiguous().half())
+        weight[rows], scales[rows] = codes, found
+
+    if N and K:
+        in_parts(N * K, _STEP, K, numbers.device, some)
     return weight, scales
 
 

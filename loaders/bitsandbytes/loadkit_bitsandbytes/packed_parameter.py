@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from loadkit.errors import WeightLoadError
+from loadkit.tracing.regions import copy_region
 from loadkit_bitsandbytes.piece import Cutout
 from loadkit_layers.parameter import BaseParameter
 from loadkit_layers.sharding import Shard, misfit
@@ -58,5 +59,9 @@ class PackedParameter4bit(BaseParameter):
         if loaded.numel() != prod(cut.source):
             raise misfit(self, loaded, f"{prod(cut.source)} entries", what=f"part {index}")
         (row, column), (rows, columns) = cut.first, cut.size
-        source = loaded.view(cut.source).narrow(0, row, rows).narrow(1, column, columns)
-        self.data.narrow(0, cut.at, cut.count).view(cut.size).copy_(source)
+        if cut.source[0] == 1:  # one run
+            flat = loaded if loaded.dim() == 1 else loaded.view(-1)
+            copy_region(self, flat, [(0, cut.at, columns, column)])
+            return
+        place = self.data.narrow(0, cut.at, cut.count).view(cut.size)
+        copy_region(place, loaded.view(cut.source), [(0, 0, rows, row), (1, 0, columns, column)])
