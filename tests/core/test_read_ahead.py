@@ -87,8 +87,7 @@ def test_all_before_the_failure_is_given_and_nothing_after_it() -> None:
     given: list[int] = []
     values = maker.run(4, 8)
     with pytest.raises(OSError, match="no 9") as caught:
-        while True:  # a loop variable would hold the last value with the error's frames
-            given.append(maker.take(next(values)))
+        given.extend(map(maker.take, values))  # a loop variable would hold the last value
     assert given == list(range(9))
     assert maker.count < 9 + 4 + 8  # those under way when it happened, and no more
     assert not loadkit_threads()
