@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from loadkit import plugins
+from loadkit.base_loader import BaseModelLoader
 from loadkit.build import build
 from loadkit.errors import LoadkitError, ModelError
 from loadkit.failed_load import let_go
@@ -70,6 +71,7 @@ def _run_line(job: Job, watch: Stopwatch, ranks: LoadGroup) -> LoadResult:
         with PeakMeter(device=job.device) as meter, memory_errors():
             if any(not file.local for file in job.source.opened()):
                 with watch.step("download"), ranks.step("download"):
+                    _refuse_misfit(job)
                     job.source.make_local(job.loader.files)
             with watch.step("build"), ranks.step("build"), collector_paused():
                 built = build(job)
@@ -111,6 +113,29 @@ def _run_line(job: Job, watch: Stopwatch, ranks: LoadGroup) -> LoadResult:
         raise
     finally:
         job.close()
+
+
+def _refuse_misfit(job: Job) -> None:
+    """A remote checkpoint that does not fit is refused before its files are fetched.
+
+    Not where a loader would have to fetch the weights to be traced.
+
+    Raises:
+        PlanError: it does not fit.
+    """
+    if type(job.loader).catalogue is BaseModelLoader.catalogue:
+        return
+    with collector_paused():
+        built = build(job)
+        planned: Planned | None = None
+        try:
+            planned = make_plan(job, built)
+            planned.plan.raise_if_bad()
+        finally:
+            recorder = built.recorder if planned is None else planned.recorder
+            recorder.undo_rehoming()
+            if planned is not None:
+                planned.reader.close()
 
 
 def _read(job: Job, planned: Planned, ranks: LoadGroup) -> tuple[ReadResult, Finisher]:

@@ -23,7 +23,7 @@ import loadkit
 from helpers.checkpoints import write_llama, write_shards
 from helpers.web_server import WebServer, cut, lie, status, touch_later
 from loadkit.config import LoadConfig, ParallelConfig
-from loadkit.errors import DownloadError, WriteError
+from loadkit.errors import DownloadError, PlanError, WriteError
 from loadkit_remote import cache, download, patience
 
 TESTS = Path(__file__).resolve().parent.parent
@@ -88,6 +88,30 @@ def test_a_load_downloads_once_and_reads_the_copy(web: WebServer, tmp_path: Path
     assert again.report.bytes_fetched < first.report.bytes_fetched
     for file in web.folder.glob("*.safetensors"):
         assert sha256(kept(tmp_path, file.name)) == sha256(file)
+
+
+def test_what_does_not_fit_is_refused_before_it_is_downloaded(
+    web: WebServer, tmp_path: Path
+) -> None:
+    big(web)
+    config = json.loads((web.folder / "config.json").read_text())
+    (web.folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 96}))
+    with pytest.raises(PlanError, match="SHAPE_MISMATCH"):
+        load(web, tmp_path)
+    assert not weights_sent(web)
+    assert not list((tmp_path / "cache").glob("remote/*/model.safetensors"))
+
+
+def test_a_live_module_is_filled_from_a_download(web: WebServer, tmp_path: Path) -> None:
+    weights = big(web)
+    module = torch.nn.Module()
+    module.model = torch.nn.Module()
+    module.model.norm = torch.nn.LayerNorm(240, bias=False)
+    memory = module.model.norm.weight.data_ptr()
+    config = LoadConfig(cache_dir=str(tmp_path / "cache"))
+    loadkit.load_into(module, f"{web.url}/", load_config=config, strict=False)
+    assert torch.equal(module.model.norm.weight, weights["model.norm.weight"])
+    assert module.model.norm.weight.data_ptr() == memory
 
 
 def test_another_content_is_downloaded_anew(web: WebServer, tmp_path: Path) -> None:
