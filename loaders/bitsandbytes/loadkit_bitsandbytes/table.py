@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from loadkit.errors import ConfigFileError
 from loadkit.file_checks import show
 from loadkit.mapper import WeightsMapper
-from loadkit.packed_modules import invert_packed
 from loadkit_bitsandbytes.quant_state import QuantState
 from loadkit_bitsandbytes.scheme import BLOCKSIZES, CODES, DTYPES, Scheme
 from loadkit_bitsandbytes.survey import StoredMatrix
 from loadkit_layers.fused_moe.names import find_place
+from loadkit_layers.stored_shards import entries_of, of_shards
 
 if TYPE_CHECKING:
     from torch import nn
@@ -100,7 +100,7 @@ class MatrixTable:
             shards: of its weight, in order.
             fusions: fused module -> its parts, where the mapper does not say so itself.
         """
-        return _of_shards(self._entries(module, fusions), shards)
+        return of_shards(entries_of(self._modules, module, fusions), shards)
 
     def experts(
         self, module: str, experts: Iterable[int], shards: Sequence[Shard]
@@ -120,44 +120,11 @@ class MatrixTable:
         found: dict[int, list[StoredMatrix]] = {}
         for expert in experts:
             own = {key: m for (name, key), m in entries.get(expert, {}).items() if name == stem}
-            matrices = _of_shards(own, shards)
+            matrices = of_shards(own, shards)
             if matrices is None:
                 return None
             found[expert] = matrices
         return found
-
-    def _entries(
-        self, module: str, fusions: Mapping[str, Sequence[str]]
-    ) -> Mapping[Any, StoredMatrix]:
-        entries = self._modules.get(module)
-        if entries is not None:
-            return entries
-        stem, _, last = module.rpartition(".")
-        found: dict[Any, StoredMatrix] = {}
-        for part, places in invert_packed(fusions).items():
-            for fused, shard_id in places:
-                path = f"{stem}.{part}" if stem else part
-                matrix = self._modules.get(path, {}).get(None) if fused == last else None
-                if matrix is not None:
-                    found[shard_id] = matrix
-        return found
-
-
-def _of_shards(
-    entries: Mapping[Any, StoredMatrix], shards: Sequence[Shard]
-) -> list[StoredMatrix] | None:
-    found = []
-    for shard in shards:
-        matrix = next((m for key, m in entries.items() if _holds(key, shard)), None)
-        if matrix is None:
-            return None
-        found.append(matrix)
-    return found
-
-
-def _holds(key: Any, shard: Shard) -> bool:
-    """Whether a matrix with this shard id has a shard in it."""
-    return key is None or key == shard.id or (isinstance(key, tuple) and shard.id in key)
 
 
 def _is_row(row: Any) -> bool:

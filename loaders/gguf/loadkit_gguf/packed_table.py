@@ -13,8 +13,8 @@ import torch
 from loadkit.errors import ConfigFileError
 from loadkit.file_checks import show
 from loadkit.mapper import WeightsMapper
-from loadkit.packed_modules import invert_packed
 from loadkit_gguf.packed_rows import is_blocks, row_unit
+from loadkit_layers.stored_shards import entries_of, of_shards
 
 if TYPE_CHECKING:
     from torch import nn
@@ -116,35 +116,13 @@ class PackedTable:
             shards: of its weight, in order.
             fusions: fused module -> its parts, where the mapper does not say so itself.
         """
-        entries = self._entries(module, fusions)
-        found = []
-        for shard in shards:
-            tensor = next((t for key, t in entries.items() if _holds(key, shard)), None)
-            if tensor is None:
-                return None
-            found.append(tensor)
-        return found if any(is_blocks(tensor.kind) for tensor in found) else None
+        found = of_shards(entries_of(self._modules, module, fusions), shards)
+        return found if found and any(is_blocks(tensor.kind) for tensor in found) else None
 
     def whole(self, module: str) -> StoredTensor | None:
         """The one tensor of blocks that is a module's weight, or None."""
         tensor = self._modules.get(module, {}).get(None)
         return tensor if tensor is not None and is_blocks(tensor.kind) else None
-
-    def _entries(
-        self, module: str, fusions: Mapping[str, Sequence[str]]
-    ) -> Mapping[Any, StoredTensor]:
-        entries = self._modules.get(module)
-        if entries is not None:
-            return entries
-        stem, _, last = module.rpartition(".")
-        found: dict[Any, StoredTensor] = {}
-        for part, places in invert_packed(fusions).items():
-            for fused, shard_id in places:
-                path = f"{stem}.{part}" if stem else part
-                tensor = self._modules.get(path, {}).get(None) if fused == last else None
-                if tensor is not None:
-                    found[shard_id] = tensor
-        return found
 
 
 def _is_row(row: Any) -> bool:
@@ -159,11 +137,6 @@ def _is_row(row: Any) -> bool:
         and all(one is None or type(one) in (int, str) for one in ids)
         and all(type(n) is int and 0 < n < 1 << 48 for n in shape)
     )
-
-
-def _holds(key: Any, shard: Shard) -> bool:
-    """Whether a tensor with this shard id has a shard in it."""
-    return key is None or key == shard.id or (isinstance(key, tuple) and shard.id in key)
 
 
 def _moves_rows(mapper: GGUFMapper, hf_name: str, rows: int, hf_config: Any) -> bool:

@@ -16,12 +16,12 @@ from torch import nn
 from loadkit.errors import ConfigFileError, ModelError, OptionError
 from loadkit.file_checks import show
 from loadkit.quantization import LinearMethodBase, QuantizationConfig
-from loadkit.tracing.misfit import report_misfit
 from loadkit_gguf.packed_parameter import GGUFParameter, PackedPiece
 from loadkit_gguf.packed_rows import decode_rows, row_unit
 from loadkit_gguf.packed_table import PackedTable, StoredTensor
+from loadkit_layers import misaligned
 from loadkit_layers.linear import LinearBase
-from loadkit_layers.sharding import Shard, legal_tp_sizes
+from loadkit_layers.sharding import Shard
 from loadkit_layers.unquantized import UnquantizedLinearMethod
 from loadkit_layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -41,6 +41,11 @@ class Misaligned(NamedTuple):
     columns: int
     parameter: str
     tp_size: int
+
+    @property
+    def cut(self) -> str:
+        """What of it is cut."""
+        return f"{self.columns} columns"
 
     def fits(self, tp: int) -> bool:
         """Whether tp ranks cut it on block borders."""
@@ -275,37 +280,9 @@ def report_misaligned(model: nn.Module, hf_config: Any) -> None:
     Raises:
         ModelError: GGUF_MISALIGNED, where no plan is under way.
     """
-    bad = [one for module in model.modules() for one in getattr(module, _MISALIGNED, ())]
-    heads = getattr(hf_config, "num_attention_heads", None) or 0
-    kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
-
-    def fits(tp: int, tensors: Sequence[Misaligned]) -> bool:
-        grouped = not kv_heads or kv_heads % tp == 0 or tp % kv_heads == 0
-        return heads % tp == 0 and grouped and all(one.fits(tp) for one in tensors)
-
-    every = legal_tp_sizes(lambda tp: fits(tp, bad)) if bad else []
-    for one in bad:
-        legal = legal_tp_sizes(lambda tp, one=one: fits(tp, [one]))  # type: ignore[misc]
-        message = (
-            f"tensor {show(one.tensor)} has {one.columns} columns in {one.kind} blocks of "
-            f"{one.block}: tp {one.tp_size} cuts inside one; legal: tp {_list(legal)}"
-        )
-        hint = (
-            f"tp {_list(every)} fits every tensor; or decode such layers: "
-            "LoadConfig(gguf_misaligned='decode')"
-        )
-        if not report_misfit(
-            "GGUF_MISALIGNED", name=one.tensor, target=one.parameter, message=message, hint=hint
-        ):
-            raise ModelError(
-                message,
-                code="GGUF_MISALIGNED",
-                tensor=one.tensor,
-                parameter=one.parameter,
-                detail={"block": one.block, "legal": legal},
-                hint=hint,
-            )
-
-
-def _list(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
+    bad: list[Misaligned] = [
+        one for module in model.modules() for one in getattr(module, _MISALIGNED, ())
+    ]
+    misaligned.report_misaligned(
+        bad, hf_config, code="GGUF_MISALIGNED", opt_out="LoadConfig(gguf_misaligned='decode')"
+    )
