@@ -9,15 +9,14 @@ from typing import Any, TypeGuard
 
 import torch
 
-from loadkit.device_layer import DeviceLayer
 from loadkit.distribute import Distribution
-from loadkit.errors import ResourceError
 from loadkit.execution import Moves, Target, chunks, fetch_strips, files_of, moves_of, place_at
 from loadkit.memory_errors import give_back
 from loadkit.readers.base import Extent, Reader
 from loadkit.staged_read import Stage
 from loadkit.staging import tied_error
 from loadkit.staging_math import cast_source, may_overflow
+from loadkit.storage_memory import StorageMemory
 from loadkit.tracing.blocks import DecodeBlocks
 from loadkit.tracing.coverage import reads_own_memory
 from loadkit.tracing.evaluate import ResultCache, evaluate, generate, strided
@@ -42,41 +41,6 @@ class ReadResult:
     bytes_read: int = 0
     aliased_bytes: int = 0
     overflows: list[str] = field(default_factory=list)
-
-
-class _Memory:
-    """The memory of each storage: owned, the file's mapping, or a live module's own."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.flat: dict[int, torch.Tensor] = {}
-        self.layers: dict[torch.device, DeviceLayer] = {}
-
-    def of(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
-        """Flat 1-d memory; allocated at its first use."""
-        flat = self.flat.get(id(storage))
-        if flat is None:
-            flat = storage.real
-            if flat is None:
-                kind = dtype if dtype.itemsize == storage.itemsize else torch.uint8
-                flat = self._new(storage.numel * storage.itemsize // kind.itemsize, kind)
-            self.flat[id(storage)] = flat
-        return flat
-
-    def _new(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        layer = self.layers.get(self.device)
-        try:
-            if layer is not None:
-                return layer.empty(numel, dtype)
-            return torch.empty(numel, dtype=dtype, device=self.device)
-        except RuntimeError as error:
-            raise ResourceError(
-                f"no memory for {numel * dtype.itemsize} bytes on {self.device}"
-            ) from error
-
-    def view(self, target: Target, view: View) -> torch.Tensor:
-        """A region of a target's storage, as its dtype."""
-        return strided(self.of(target.storage, target.dtype), view, target.dtype)
 
 
 def read_targets(
@@ -133,7 +97,7 @@ def read_turns(
         ModelError: a cast turned a finite number into inf; tied weights differ.
         ResourceError: no memory.
     """
-    run = _Run(reader, _Memory(device), landed)
+    run = _Run(reader, StorageMemory(device), landed)
     todos = [[(t, moves_of(t, alias=alias)) for t in turn.targets] for turn in turns]
     freed = 0
     with Stage(reader, run.memory, device, landed) as stage:
@@ -193,7 +157,7 @@ def _sources(expr: Expr) -> Iterator[Any]:
 
 
 class _Run:
-    def __init__(self, reader: Reader, memory: _Memory, landed: Landed | None) -> None:
+    def __init__(self, reader: Reader, memory: StorageMemory, landed: Landed | None) -> None:
         self.reader = reader
         self.memory = memory
         self.landed = landed

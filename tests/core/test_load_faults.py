@@ -18,7 +18,7 @@ from torch import nn
 import loadkit
 from helpers.checkpoints import write_llama
 from helpers.watching import loadkit_threads
-from loadkit import read
+from loadkit import storage_memory
 from loadkit.config import LoadConfig
 from loadkit.errors import ResourceError
 from loadkit.readers import runs
@@ -103,9 +103,9 @@ def test_fault_32_memory_that_runs_out_at_any_tensor(
 ) -> None:
     failed = 0
     for nth in range(1, 100):
-        allocate = Nth(read._Memory._new, nth, refuse)
+        allocate = Nth(storage_memory.StorageMemory._new, nth, refuse)
         with monkeypatch.context() as patch:
-            patch.setattr(read._Memory, "_new", lambda *a, f=allocate: f(*a))
+            patch.setattr(storage_memory.StorageMemory, "_new", lambda *a, f=allocate: f(*a))
             try:
                 loadkit.load(source, load_config=OWNED)
             except ResourceError as error:
