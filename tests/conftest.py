@@ -7,9 +7,10 @@ import os
 import random
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,6 +50,23 @@ def _seeded() -> None:
     if torch is not None:  # a test that does not need torch does not pay for it
         torch.manual_seed(SEED)
         torch.set_num_threads(THREADS)
+
+
+def _registered() -> dict[str, dict[str, Any]]:
+    """What was registered in this process, by table; empty before the tables are imported."""
+    tables = sys.modules.get("loadkit.tables")
+    return {kind: dict(table._local) for kind, table in tables.TABLES.items()} if tables else {}
+
+
+@pytest.fixture(autouse=True)
+def _unregistered() -> Iterator[None]:
+    """A name that a test registers is gone after it."""
+    before = _registered()
+    yield
+    for kind, now in _registered().items():
+        table, then = sys.modules["loadkit.tables"].TABLES[kind], before.get(kind, {})
+        if now != then:
+            table._local = then
 
 
 @pytest.fixture(scope="session")

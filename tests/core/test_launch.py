@@ -30,7 +30,6 @@ from loadkit.errors import (
 from loadkit.generate import greedy
 from loadkit.launch import Patience, run_ranks
 from loadkit.rank_failures import Failure, describe, ended, name_of, root_cause
-from loadkit.tables import models
 
 SHORT = Patience(start=120, silence=4, collective=4)
 
@@ -81,10 +80,7 @@ def launch() -> Iterator[Launch]:
 
 def test_REG_02_ranks_compute_together_and_know_what_they_were_told(launch: Launch) -> None:
     ModelRegistry.register_model("RankToyForCausalLM", "loadkit_models.llama:LlamaForCausalLM")
-    try:
-        found = launch.run("job", extra={"a": [1]})
-    finally:
-        del models._local["RankToyForCausalLM"]
+    found = launch.run("job", extra={"a": [1]})
     assert [each["rank"] for each in found] == [0, 1]
     assert [each["sum"] for each in found] == [3.0, 3.0]
     assert [each["extra"] for each in found] == [{"a": [1]}] * 2
@@ -131,11 +127,8 @@ def test_REG_02_registrations_that_do_not_travel_are_told(
         """A class that no other process can import."""
 
     ModelRegistry.register_model("HereForCausalLM", Here)
-    try:
-        with pytest.raises(DistributedError):
-            launch.run("no_such_job", tp=1)
-    finally:
-        del models._local["HereForCausalLM"]
+    with pytest.raises(DistributedError):
+        launch.run("no_such_job", tp=1)
     assert "will not have architecture 'HereForCausalLM'" in caplog.text
     assert 'register "module:Class"' in caplog.text
 

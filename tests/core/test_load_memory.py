@@ -19,7 +19,7 @@ import loadkit
 from helpers.checkpoints import llama_sd, write_cfg, write_st
 from helpers.gguf_files import lone_llama
 from helpers.watching import live_bytes, loadkit_threads, watched_reads
-from loadkit import read
+from loadkit import storage_memory
 from loadkit.config import LoadConfig, ParallelConfig
 from loadkit.errors import ReadError, ReadFailure
 from loadkit.rank_process import RankProcess
@@ -104,13 +104,13 @@ class _Watched:
 def live(monkeypatch: pytest.MonkeyPatch) -> Live:
     """What the read step allocates."""
     found = Live()
-    for module in (read, evaluate):
+    for module in (storage_memory, evaluate):
         monkeypatch.setattr(module, "torch", _Watched(found))
     return found
 
 
 @pytest.fixture
-def failing() -> Iterator[Callable[[int], str]]:
+def failing() -> Callable[[int], str]:
     """A reader that fails when it has read so many bytes."""
     left = [0]
 
@@ -128,9 +128,7 @@ def failing() -> Iterator[Callable[[int], str]]:
         readers.register("failing", Failing, override=True)
         return "failing"
 
-    yield after
-    with readers._lock:
-        readers._local.pop("failing", None)
+    return after
 
 
 def _names_into(names: list[str], weights: Iterator[tuple[str, torch.Tensor]]) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 import loadkit
 from helpers.checkpoints import llama_sd, write_cfg, write_shards
-from loadkit import LoadConfig, tables
+from loadkit import LoadConfig
 from loadkit.errors import ModelError
 from loadkit.quantization import register_quantization_config
 from loadkit.quantization_base import QuantizationConfig
@@ -75,8 +75,7 @@ class _HalvingConfig(QuantizationConfig):
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(tables.quantization, "_local", dict(tables.quantization._local))
+def checkpoint(tmp_path: Path) -> Path:
     register_quantization_config("halving_for_turns")(_HalvingConfig)
     write_cfg(tmp_path, quantization_config={"quant_method": "halving_for_turns"})
     write_shards(tmp_path, llama_sd(), 2)

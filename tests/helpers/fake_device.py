@@ -191,6 +191,5 @@ def pretend(patch: pytest.MonkeyPatch, layer: FakeDevice) -> FakeDevice:
         patch.setattr(module, "is_accelerator", lambda device: device.type == "cpu")
     patch.setattr(device_layer, "layer_of", lambda device: layer)
     patch.setattr(WatchedReader, "layer", layer, raising=False)
-    patch.setattr(tables.readers, "_local", dict(tables.readers._local))
     tables.register_reader(WatchedReader.name, override=True)(WatchedReader)
     return layer

@@ -16,7 +16,6 @@ from helpers.cli import spawn
 from helpers.gguf_files import LLAMA_KEYS, Tensor, f32, llama_tensors, lone_llama, write_gguf
 from helpers.gguf_reference import reference, shard
 from helpers.ranks import parallel_of
-from loadkit import tables
 from loadkit.auto_weights_loader import AutoWeightsLoader
 from loadkit.config import LoadConfig, ParallelConfig
 from loadkit.errors import ConfigFileError, LoadkitError, ModelError, PlanError
@@ -246,8 +245,7 @@ class Outside(nn.Module):
 
 
 @pytest.fixture
-def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(tables.models, "_local", dict(tables.models._local))
+def outside(tmp_path: Path) -> Path:
     ModelRegistry.register_model("OutsideGGUFModel", Outside)
     keys = [("general.architecture", "outside")]
     keys += [(key.replace("llama", "outside"), value) for key, value in LLAMA_KEYS[1:]]

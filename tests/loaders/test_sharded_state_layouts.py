@@ -17,16 +17,10 @@ from helpers.gguf_blocks import quantised
 from helpers.gguf_files import LLAMA_KEYS, llama_tensors, write_gguf
 from helpers.saving import same
 from helpers.sharded import QUIET, edit_manifest, ranks_of, same_state, save_ranks
-from loadkit import ModelRegistry, tables
+from loadkit import ModelRegistry
 from loadkit.config import ParallelConfig
 from loadkit.errors import ConfigFileError, ModelError, PlanError, ShardedError
 from loadkit.manifest import MANIFEST, parse_manifest
-
-
-@pytest.fixture(autouse=True)
-def _own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models of these tests are gone afterwards."""
-    monkeypatch.setattr(tables.models, "_local", dict(tables.models._local))
 
 
 def load(folder: Path, parallel: ParallelConfig | None = None, **options: Any) -> Any:
