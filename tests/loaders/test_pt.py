@@ -26,9 +26,9 @@ from loadkit.errors import (
 )
 from loadkit.sources.base import File
 from loadkit.sources.local import LocalSource
+from loadkit.torch_archive.tensors import Archive
 from loadkit_default.loader import DefaultModelLoader
 from loadkit_default.pt.archive import read_archive
-from loadkit_default.pt.state_dict import Archive
 
 SD = llama_sd()
 QUIET = {"use_tqdm_on_load": False}

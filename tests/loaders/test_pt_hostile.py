@@ -18,8 +18,8 @@ from helpers.bad_pt import MARKER, ROWS, archive, one_tensor
 from loadkit.config import LoadConfig
 from loadkit.errors import CheckpointError, FormatError, LoadkitError
 from loadkit.sources.local import LocalSource
+from loadkit.torch_archive.tensors import Archive
 from loadkit_default.pt.archive import read_archive
-from loadkit_default.pt.state_dict import Archive
 
 BAD = [row for row, made in ROWS.items() if made.codes]
 GOOD = [row for row, made in ROWS.items() if not made.codes]

@@ -13,8 +13,8 @@ import loadkit
 from loadkit.config import LoadConfig
 from loadkit.errors import FormatError, OptionError
 from loadkit.sources.local import LocalSource
+from loadkit.torch_archive.tensors import Archive
 from loadkit_default.pt.archive import read_archive
-from loadkit_default.pt.state_dict import Archive
 
 Fetched = Callable[[str], Path]
 

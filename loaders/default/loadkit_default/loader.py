@@ -15,10 +15,10 @@ from loadkit.multithread import MULTITHREAD_OPTIONS, multithread
 from loadkit.options import OptionSpec
 from loadkit.safetensors_format import read_header
 from loadkit.tensor_info import TensorInfo, bits_of
+from loadkit.torch_archive.tensors import Archive
 from loadkit.tracing.lazy_tensor import Offered
 from loadkit_default.pt.archive import read_archive
 from loadkit_default.pt.options import check_map_location, refuse_idle
-from loadkit_default.pt.state_dict import Archive
 from loadkit_default.weight_files import WeightFiles, check_against_index, find_weight_files
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ from loadkit.file_checks import show, show_path
 from loadkit.output_file import write_error
 from loadkit.sources.local_file import LocalFile
 from loadkit.tensor_info import TensorInfo
+from loadkit.torch_archive.values import TORCH_DTYPES
 from loadkit.tracing.lazies import realise
 from loadkit_default.npcache.contents import (
     NAMES,
@@ -32,7 +33,6 @@ from loadkit_default.npcache.contents import (
     spell_names,
 )
 from loadkit_default.npcache.npy_header import npy_header, read_npy_header
-from loadkit_default.pt.values import TORCH_DTYPES
 
 if TYPE_CHECKING:
     from loadkit.config import LoadConfig

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
 from loadkit.file_checks import HEAD_BYTES, check_content, show
-from loadkit_default.pt.errors import damaged, refused
+from loadkit.torch_archive.container import checksums_of, read_contents
+from loadkit.torch_archive.errors import refused
+from loadkit.torch_archive.tensors import Archive, place_tensors
+from loadkit.torch_archive.zip_directory import Record, read_directory
 from loadkit_default.pt.legacy import read_legacy
-from loadkit_default.pt.machine import MAX_PICKLE_BYTES, Machine
-from loadkit_default.pt.state_dict import Archive, place_tensors, select
-from loadkit_default.pt.zip_directory import Record, check_records, read_directory
+from loadkit_default.pt.state_dict import select
 
 if TYPE_CHECKING:
-    from loadkit.base_loader import Checksum
     from loadkit.sources.base import File
 
 __all__ = ["read_archive"]
 
-_PICKLE = "data.pkl"
 # A pickle of protocol 0 that begins with an import: text, by its looks.
 _TEXT_PICKLE = re.compile(rb"\(?c([\w.]{1,99})\n([\w.]{1,99})\n")
 _TAR_MEMBERS = (b"sys_info\0", b"storages\0", b"tensors\0", b"pickle\0", b"./\0")
@@ -82,35 +81,12 @@ def _refuse_appended(file: File) -> None:
 def _read_zip(file: File, weights_key: str | None) -> Archive:
     records, directory = read_directory(file)
     _refuse_other_kinds(file, records)
-    pickles = [name for name in records if name == _PICKLE or name.endswith(f"/{_PICKLE}")]
-    pickles = [name for name in pickles if name.count("/") <= 1]
-    if len(pickles) != 1:
-        what = f"{len(pickles)} records data.pkl" if pickles else "no record data.pkl"
-        raise refused(
-            "E_ZIP", file.name, f"the archive has {what}", "it is no archive of torch.save"
-        )
-    check_records(file, records, directory)
-    root = pickles[0].removesuffix(_PICKLE)
-    big = _is_big(file, records.get(f"{root}byteorder"))
-    value = _unpickled(file, records[pickles[0]])
-    start = len(f"{root}data/")
-    places = {
-        name[start:]: (record.start, record.size)
-        for name, record in records.items()
-        if name.startswith(f"{root}data/")
-    }
+    contents = read_contents(file, records, directory)
+    big = contents.big
     told = {"format": "torch zip", "byteorder": "big" if big else "little"}
-    found = place_tensors(select(value, file, weights_key), file, places, big=big, metadata=told)
-    return replace(found, checksums=_checksums(records))
-
-
-def _checksums(records: dict[str, Record]) -> tuple[Checksum, ...]:
-    """Every record's CRC-32, in file order; 0 is what a writer that computes none leaves."""
-    kept = (each for each in records.values() if each.size)
-    return tuple(
-        (each.start, each.start + each.size, f"{each.crc:08x}" if each.crc else None)
-        for each in sorted(kept, key=lambda each: each.start)
-    )
+    selected = select(contents.value, file, weights_key)
+    found = place_tensors(selected, file, contents.places, big=big, metadata=told)
+    return replace(found, checksums=checksums_of(records.values()))
 
 
 def _refuse_other_kinds(file: File, records: dict[str, Record]) -> None:
@@ -140,32 +116,3 @@ def _unsupported(file: File, what: str, how: str | None = None) -> Exception:
         how or "load it with an old torch and save its state dict again",
         offset=0,
     )
-
-
-def _is_big(file: File, record: Record | None) -> bool:
-    """Whether numbers are big-endian; archives before torch 2.1 do not say: little."""
-    if record is None:
-        return False
-    said = file.read(record.start, min(record.size, 16))
-    if said not in (b"little", b"big"):
-        raise damaged(
-            "E_LAYOUT", file.name, f"the byte order is said to be {said!r}", offset=record.start
-        )
-    return said == b"big"
-
-
-def _unpickled(file: File, record: Record) -> Any:
-    """The value of the one pickle in a record."""
-    if record.size > MAX_PICKLE_BYTES:
-        _bad_pickle(
-            file, f"the pickle has {record.size} bytes; the limit is {MAX_PICKLE_BYTES}", record
-        )
-    machine = Machine(file.read(record.start, record.size), file.name, record.start)
-    value = machine.run()
-    if machine.at != record.size:
-        _bad_pickle(file, f"{record.size - machine.at} bytes follow the pickle", record, machine.at)
-    return value
-
-
-def _bad_pickle(file: File, problem: str, record: Record, at: int = 0) -> NoReturn:
-    raise damaged("E_PICKLE", file.name, problem, offset=record.start + at)

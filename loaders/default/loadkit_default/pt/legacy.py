@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from loadkit.file_checks import show
 from loadkit.tensor_info import bits_of
-from loadkit_default.pt.errors import damaged, refused
-from loadkit_default.pt.machine import MAX_PICKLE_BYTES, Machine, MoreNeededError
-from loadkit_default.pt.state_dict import Archive, Extent, place_tensors, select
-from loadkit_default.pt.values import Mapping, StorageRef
+from loadkit.torch_archive.errors import damaged, refused
+from loadkit.torch_archive.machine import MAX_PICKLE_BYTES, Machine, MoreNeededError
+from loadkit.torch_archive.tensors import Archive, Extent, place_tensors
+from loadkit.torch_archive.values import Mapping, StorageRef
+from loadkit_default.pt.state_dict import select
 
 if TYPE_CHECKING:
     from loadkit.sources.base import File

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import NoReturn
 
 from loadkit.file_checks import show
-from loadkit_default.pt.errors import refused
-from loadkit_default.pt.values import STORAGES, TORCH_DTYPES, Global
+from loadkit.torch_archive.errors import refused
+from loadkit.torch_archive.values import STORAGES, TORCH_DTYPES, Global
 
 __all__ = ["REBUILDERS", "check_name", "storage_dtype"]
 

@@ -1,36 +1,26 @@
-"""A pickle machine that imports nothing: it walks a state dict's pickle for names and numbers.
+"""A pickle machine that imports nothing: it walks a pickle for names and numbers.
 
 It knows the opcodes of protocol 2 (and 3's bytes) that ``torch.save`` writes, and refuses every
 other. Objects are plain values: nothing is called, nothing of a size that the file merely claims is
 made. Time is linear in the pickle; so is memory: lists keep nothing, tuples hold at most one more
-level of tuples, marks and unmemoised objects are limited.
+level of tuples, marks and unmemoised objects are limited. What is made of a name is a subclass's
+business.
 
-Source: the comments of CPython's ``pickletools`` (opcodes), ``torch/_utils.py`` (what rebuilds).
+Source: the comments of CPython's ``pickletools``.
 """
 
 from __future__ import annotations
 
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from loadkit.file_checks import show
-from loadkit_default.pt.errors import refused
-from loadkit_default.pt.names import check_name, storage_dtype
-from loadkit_default.pt.values import (
-    LIST,
-    OTHER,
-    TORCH_DTYPES,
-    Global,
-    Mapping,
-    Nested,
-    Opaque,
-    StorageRef,
-    TensorRef,
-    kind_of,
-)
+from loadkit.torch_archive.errors import refused
+from loadkit.torch_archive.values import LIST, OTHER, Global, Mapping, Nested, kind_of
 
-__all__ = ["MAX_PICKLE_BYTES", "Machine", "MoreNeededError"]
+__all__ = ["MAX_PICKLE_BYTES", "MoreNeededError", "StackMachine"]
 
 MAX_PICKLE_BYTES = 100_000_000
 MAX_DEEP = 64  # marks that are open at once
@@ -40,17 +30,19 @@ MAX_IMPORT = 512  # bytes of a module's or a class's name
 _INT32 = struct.Struct("<i").unpack_from
 _UINT32 = struct.Struct("<I").unpack_from
 _UINT16 = struct.Struct("<H").unpack_from
-_PROTOCOLS = (2, 3)
 _HINT = "it is no checkpoint of torch.save, or it is damaged"
-_WHOLE = (b")\x81", b"q\0)\x81", b"r\0\0\0\0)\x81")  # an instance without arguments
 
 
 class MoreNeededError(Exception):
     """The pickle goes on behind the bytes that were given."""
 
 
-class Machine:
+class StackMachine(ABC):
     """One pickle.
+
+    Attributes:
+        protocols: the versions that are taken.
+        wanted: whose pickle it should be, for errors.
 
     Args:
         data: its bytes, and whatever follows them.
@@ -59,13 +51,15 @@ class Machine:
         complete: whether ``data`` goes on to where the pickle has to be over.
     """
 
+    protocols: ClassVar[tuple[int, ...]] = (2, 3)
+    wanted: ClassVar[str] = "a state dict's"
+
     def __init__(self, data: bytes, file: str, base: int = 0, *, complete: bool = True) -> None:
         self.data, self.file, self.base, self.complete = data, file, base, complete
         self.at = 0
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
-        self.storages: dict[str, StorageRef] = {}
         self.kept: list[Any] | None = None  # what is appended to lists, where that counts
         self._globals: dict[bytes, Global] = {}
 
@@ -96,7 +90,7 @@ class Machine:
         except TypeError:
             if table[code] is not None:
                 raise
-            self._fail(f"opcode 0x{code:02x} is none of a state dict's", -1)
+            self._fail(f"opcode 0x{code:02x} is none of {self.wanted}", -1)
         if len(self.stack) != 1 or self.marks:
             self._fail(f"STOP with {len(self.stack)} values on the stack", -1)
         return self.stack[0]
@@ -148,7 +142,7 @@ class Machine:
         return push
 
     def _proto(self) -> None:
-        if self.data[self.at] not in _PROTOCOLS:
+        if self.data[self.at] not in self.protocols:
             self._fail(
                 f"the pickle is of protocol {self.data[self.at]}; torch.save writes 2",
                 -1,
@@ -351,89 +345,22 @@ class Machine:
         if found is None:
             module, _, name = raw.decode("ascii", "backslashreplace").partition("\n")
             found = Global(module, name, self.base + at - 1)
-            check_name(found, self.file, whole=self._is_whole(module))
+            self._check_name(found)
             self._globals[raw] = found
         self.stack.append(found)
 
-    def _is_whole(self, module: str) -> bool:
-        """Whether the pickle is one object of the class that was just named."""
-        first = not self.stack and not self.marks
-        instance = self.data.startswith(_WHOLE, self.at)
-        return first and (instance or module.startswith("torch.nn."))
+    @abstractmethod
+    def _check_name(self, found: Global) -> None:
+        """Let a name pass, or raise FormatError: E_PICKLE, E_STRUCTURE or E_UNSUPPORTED."""
+
+    @abstractmethod
+    def _reduce(self) -> None:
+        """A name is called with a tuple of arguments."""
 
     def _object(self) -> None:
+        """An object is made of a class."""
         self._fail("an object is made of a class", -1)
 
-    def _reduce(self) -> None:
-        arguments, called = self.stack.pop(), self.stack.pop()
-        if type(called) is not Global or not isinstance(arguments, tuple):
-            self._fail(f"{kind_of(called)} is called", -1)
-        name = called.name
-        made: Any
-        if name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_tensor"):
-            made = self._tensor(name, arguments)
-        elif name in ("_rebuild_parameter", "_rebuild_parameter_with_state"):
-            made = arguments[0] if arguments else None
-            if type(made) is not TensorRef:
-                self._fail(f"a parameter is made of {kind_of(made)}", -1)
-        elif name == "OrderedDict" and not arguments:
-            made = Mapping()
-        elif name == "Size" and len(arguments) == 1 and isinstance(arguments[0], tuple):
-            made = arguments[0]
-        elif name == "device":
-            made = Opaque("a device")
-        else:
-            self._fail(f"{show(called)} is called with {len(arguments)} arguments", -1)
-        self.stack.append(made)
-
-    def _tensor(self, name: str, arguments: tuple[Any, ...]) -> TensorRef:
-        """``(storage, offset, size, stride, requires_grad, hooks[, dtype][, metadata])``."""
-        storage: Any
-        given: Any
-        storage, offset, size, stride = arguments[:4] if len(arguments) >= 4 else (None,) * 4
-        at = self.base + self.at - 1
-        good = (
-            type(storage) is StorageRef
-            and type(offset) is int
-            and type(size) is tuple
-            and type(stride) is tuple
-        )
-        if not good:
-            self._fail("a tensor is made of no storage, offset, size and stride", -1)
-        rest, dtype = arguments[6:], storage.dtype
-        if name == "_rebuild_tensor_v3":
-            given = rest[0] if rest else None
-            known = type(given) is Global and given.module == "torch"
-            if not known or given.name not in TORCH_DTYPES:
-                self._fail(f"a tensor has {kind_of(given)} for a dtype", -1)
-            dtype, rest = TORCH_DTYPES[given.name], rest[1:]
-        metadata = rest[0] if rest else None
-        if metadata is not None and (type(metadata) is not Mapping or metadata.items):
-            self._fail(
-                "a tensor is a conjugate or negative view", -1, "E_UNSUPPORTED",
-                "save what it stands for: tensor.resolve_conj().resolve_neg()",
-            )  # fmt: skip
-        return TensorRef(storage, offset, size, stride, dtype, at)
-
     def _persistent(self) -> None:
-        """``("storage", class, key, location, numel[, view])``."""
-        given = self.stack.pop()
-        if not isinstance(given, tuple) or len(given) < 5 or given[0] != "storage":
-            if isinstance(given, tuple) and given and given[0] == "module":
-                self._fail("a module is pickled whole", -1, "E_STRUCTURE")
-            self._fail("a persistent id is none of a storage", -1)
-        _, kind, key, location, numel = given[:5]
-        dtype = storage_dtype(kind) if type(kind) is Global else None
-        if dtype is None or type(key) is not str or type(location) is not str:
-            self._fail(f"a storage has {kind_of(kind)} for a class, or no key", -1)
-        if type(numel) is not int or (len(given) > 5 and given[5] is not None):
-            self._fail("a storage has no count, or is a view of another one", -1)
-        if location == "meta":
-            self._fail("a tensor is on meta: it has no data", -1, "E_UNSUPPORTED")
-        known = self.storages.get(key)
-        if known is None:
-            at = self.base + self.at - 1
-            known = self.storages[key] = StorageRef(key, dtype, numel, location, at)
-        elif (known.dtype, known.numel) != (dtype, numel):
-            self._fail(f"storage {show(key)} is of two kinds", -1, "E_LAYOUT")
-        self.stack.append(known)
+        """What a pickle refers to by an id."""
+        self._fail("a persistent id is none of a storage", -1)

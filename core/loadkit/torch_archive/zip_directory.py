@@ -17,7 +17,7 @@ import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
-from loadkit_default.pt.errors import damaged, refused
+from loadkit.torch_archive.errors import damaged, refused
 
 if TYPE_CHECKING:
     from loadkit.sources.base import File
@@ -134,7 +134,9 @@ def check_records(file: File, records: dict[str, Record], directory: int) -> Non
 
 def _end(file: File) -> tuple[int, int, int]:
     """How many records, and the directory's size and first byte."""
-    tail = file.read(max(0, file.size - _END.size - _U16), min(file.size, _END.size + _U16))
+    tail = file.read(max(0, file.size - _END.size), min(file.size, _END.size))
+    if not tail.startswith(b"PK\x05\x06"):  # a comment follows, or there is none
+        tail = file.read(max(0, file.size - _END.size - _U16), min(file.size, _END.size + _U16))
     at = tail.rfind(b"PK\x05\x06", 0, max(0, len(tail) - _END.size) + 4)
     where = file.size - len(tail) + at
     if at < 0:
