@@ -11,6 +11,7 @@ import torch
 
 from loadkit.distribute import Distribution
 from loadkit.execution import moves_of
+from loadkit.integrity.reader import VerifyingReader
 from loadkit.load_group import ALONE, LoadGroup
 from loadkit.parallel_config import ParallelConfig
 from loadkit.plan_costs import Bill
@@ -19,6 +20,7 @@ from loadkit.rank_shares import Needs, Shares
 
 if TYPE_CHECKING:
     from loadkit.plan import Planned
+    from loadkit.readers.base import Reader
     from loadkit.resolve import Job
 
 __all__ = ["needs_of_world", "share", "share_out"]
@@ -90,6 +92,9 @@ def _settle(
     alone.close()
     mine = share.survey(planned.reader)
     rest = planned.reader.survey_end()
+    together = share.shares.nbytes
+    if isinstance(planned.reader, VerifyingReader):  # ranks read again what they have parts of
+        together = sum(_read_by(each, share, planned.reader) for each in range(len(needs)))
     opaque = sum(planned.recorder.opaque_bytes.values())
     plan = planned.plan
     planned.share = share
@@ -98,11 +103,17 @@ def _settle(
         distribute="broadcast",
         bytes_to_read=mine.nbytes + alone.read + rest.nbytes + opaque,
         requests=mine.requests + alone.requests + rest.requests,
-        group_bytes_to_read=share.shares.nbytes,
+        group_bytes_to_read=together,
         predicted_peak_bytes=plan.predicted_peak_bytes + share.staging_bytes,
         reader_why=f"each of {len(needs)} ranks reads a part of what all need and sends the others "
         f"theirs, so no parameter is a view of a file; {plan.reader_why}",
     )
+
+
+def _read_by(rank: int, share: Distribution, reader: Reader) -> int:
+    """What a rank reads for all, and to verify that; bytes."""
+    nbytes = replace(share, rank=rank).survey(reader).nbytes
+    return nbytes + reader.survey_end().nbytes
 
 
 def _world_of(parallel: ParallelConfig) -> list[ParallelConfig]:

@@ -210,12 +210,6 @@ def _merged(load_config: LoadConfig, load_format: str, trust_remote_code: bool) 
         load_config = replace(load_config, load_format=load_format)
     if trust_remote_code:
         load_config = replace(load_config, trust_remote_code=True)
-    if load_config.distribute and load_config.verify == "digest":
-        raise OptionError(
-            "verify='digest' needs every byte of a file on one rank, and distribute="
-            f"{load_config.distribute!r} has each rank read a part of it",
-            hint="leave out one of the two",
-        )
     if load_config.distribute:  # what another rank read is no view of a file here
         load_config = replace(load_config, alias="never")
     return load_config

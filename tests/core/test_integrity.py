@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -15,17 +14,17 @@ import torch
 
 import loadkit
 from helpers.checkpoints import llama_sd, write_cfg, write_index, write_llama, write_st
+from helpers.digests import NAME, corrupt, place_of, sha256, write_manifest
 from helpers.gguf_files import lone_llama
 from helpers.watching import loadkit_threads, watched_reads
 from loadkit.config import LoadConfig, ParallelConfig
 from loadkit.errors import ChangedError, IntegrityError
 from loadkit.integrity import digests, sidecar, units
 from loadkit.integrity import reader as verifying
-from loadkit.manifest import MANIFEST, FileEntry, Manifest, TensorEntry, manifest_bytes
+from loadkit.manifest import MANIFEST
 from loadkit.safetensors_format import read_header
 from loadkit.sources.local_file import LocalFile
 
-NAME = "model.safetensors"
 READERS: dict[str, dict[str, Any]] = {
     "alias": {},
     "pread": {"alias": "never", "reader": "pread"},
@@ -64,51 +63,11 @@ def by(**options: Any) -> LoadConfig:
     return LoadConfig(**{"verify": "digest", **options})
 
 
-def corrupt(path: Path, offset: int) -> None:
-    """Turn one bit, as a disk does: nobody wrote the file."""
-    before = path.stat()
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
-def place_of(folder: Path, tensor: str) -> tuple[int, int]:
-    file = LocalFile(NAME, str(folder / NAME))
-    info = next(info for info in read_header(file).tensors if info.name == tensor)
-    file.close()
-    return info.offset, info.nbytes
-
-
 def data_start(folder: Path) -> int:
     file = LocalFile(NAME, str(folder / NAME))
     offset = min(info.offset for info in read_header(file).tensors)
     file.close()
     return offset
-
-
-def sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def write_manifest(folder: Path, *, tensors: bool, size: int | None = None) -> None:
-    """A manifest that says the truth, or another size."""
-    file = LocalFile(NAME, str(folder / NAME))
-    data = file.read(0, file.size)
-    entries = {
-        info.name: TensorEntry(
-            info.dtype,
-            info.shape,
-            info.offset,
-            sha256(data[info.offset : info.offset + info.nbytes]) if tensors else None,
-        )
-        for info in read_header(file).tensors
-    }
-    file.close()
-    if size is not None:
-        entries = {}
-    entry = FileEntry(len(data) if size is None else size, sha256(data), tensors=entries)
-    (folder / MANIFEST).write_bytes(manifest_bytes(Manifest("checkpoint", {NAME: entry})))
 
 
 def as_hub_cache(folder: Path, root: Path) -> Path:

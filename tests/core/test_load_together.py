@@ -19,6 +19,8 @@ import torch
 import loadkit
 from helpers.checkpoints import write_cfg, write_llama, write_st
 from helpers.cold import evict
+from helpers.digests import NAME, corrupt, write_manifest
+from helpers.digests import place_of as place_of_tensor
 from helpers.gguf_blocks import quantised
 from helpers.gguf_files import LLAMA_KEYS, llama_tensors, write_gguf
 from helpers.loading_jobs import contents, place_of
@@ -26,10 +28,12 @@ from helpers.plain_ranks import PerRank, PlainRanks
 from helpers.tiny_families import write_family
 from loadkit.config import LoadConfig
 from loadkit.errors import OptionError
+from loadkit.manifest import MANIFEST
 
 WORLD = 4
 TP4: dict[str, int] = {"tp_size": WORLD}
 SHARED = LoadConfig(distribute="broadcast", rank_timeout=10)
+VERIFIED = LoadConfig(distribute="broadcast", rank_timeout=10, verify="digest")
 EACH = LoadConfig(rank_timeout=10, alias="never", reader="pread")
 SIZES: dict[str, Any] = {
     "hidden": 64, "heads": 8, "kv_heads": 2, "ffn": 96, "vocab": 41, "layers": 3,
@@ -176,10 +180,51 @@ def test_what_is_no_process_group_is_refused(sources: dict[str, Path]) -> None:
         loadkit.load(sources["llama"], process_group=4)
 
 
-def test_digests_of_whole_files_do_not_go_with_parts_of_them(sources: dict[str, Path]) -> None:
-    config = LoadConfig(distribute="broadcast", verify="digest")
-    with pytest.raises(OptionError, match="every byte of a file on one rank"):
-        loadkit.plan(sources["llama"], load_config=config)
+@pytest.fixture(scope="module")
+def listed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a file of 5 MB, and a manifest with every tensor's digest."""
+    folder = tmp_path_factory.mktemp("listed") / "llama"
+    write_llama(folder, hidden=128, heads=8, kv_heads=4, ffn=512, vocab=3000)
+    write_manifest(folder, tensors=True)
+    return folder
+
+
+@pytest.mark.parametrize("round_bytes", [0, 1 << 18], ids=["one round", "many rounds"])
+def test_each_rank_verifies_what_it_reads_for_all(
+    ranks: PlainRanks, listed: Path, round_bytes: int
+) -> None:
+    found = ranks.run(
+        LOAD, source=listed, sizes=TP4, load_config=VERIFIED, round_bytes=round_bytes
+    )
+    for rank, each in enumerate(found):
+        alone = loadkit.load_model(listed, parallel=place_of(rank, TP4))
+        assert each["contents"] == contents(alone)
+        report = each["report"]
+        assert each["planned"] == report["bytes_read"]
+        assert report["verified"]["files"] == {NAME: MANIFEST}
+        assert report["verified"]["compared_bytes"] > 0
+    (group,) = same_for_all(found, "group")
+    assert sum(each["report"]["bytes_read"] for each in found) == group
+    whole = sum(each["report"]["verified"]["compared_bytes"] for each in found)
+    assert whole >= loadkit.plan(listed).bytes_needed
+
+
+@pytest.mark.parametrize("who", [0, 3])
+def test_fault_28_a_bit_that_turned_in_one_ranks_file_is_every_ranks_error(
+    ranks: PlainRanks, listed: Path, tmp_path: Path, who: int
+) -> None:
+    bad = tmp_path / "bad"
+    shutil.copytree(listed, bad)
+    # What rank 0 reads of the one round is its first quarter, what rank 3 reads is its last.
+    tensor = "lm_head.weight" if who == 0 else "model.layers.1.self_attn.q_proj.weight"
+    offset, _ = place_of_tensor(bad, tensor)
+    corrupt(bad / NAME, offset + 70_000 if who == 0 else offset + 40_003)
+    folders = [bad if rank == who else listed for rank in range(WORLD)]
+    found = ranks.run(LOAD, source=PerRank(folders), sizes=TP4, load_config=VERIFIED)
+    told = same_for_all(found, "type", "code", "file", "tensor", "offset", "rank")
+    assert told == ["IntegrityError", "E_DIGEST", NAME, tensor, offset, who]
+    assert max(each["seconds"] for each in found) < 5
+    assert [each["threads"] for each in found] == [0] * WORLD
 
 
 def test_a_module_of_ones_own_is_filled_together(
