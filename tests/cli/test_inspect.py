@@ -61,6 +61,27 @@ def test_weights_that_no_installed_loader_reads_are_listed_as_files(
     assert found["tensors"] == []
 
 
+def test_a_state_dict_inside_an_archive_is_named_by_its_key(run: Run, tmp_path: Path) -> None:
+    held = {"w": torch.arange(6.0).view(2, 3)}
+    path = tmp_path / "last.pt"
+    torch.save({"epoch": 3, "ema": held, "raw": {"v": torch.zeros(1)}}, path)
+    found = run("inspect", path, "--set", "weights_key=ema", "--json").json()
+    (tensor,) = found["tensors"]
+    assert (tensor["name"], tensor["shape"], tensor["file"]) == ("w", [2, 3], "last.pt")
+    piece = bytearray(path.read_bytes()[tensor["offset"] : tensor["offset"] + tensor["bytes"]])
+    assert torch.equal(torch.frombuffer(piece, dtype=torch.float32), held["w"].flatten())
+    wrong = run("inspect", path, "--set", "weights_key=emma")
+    assert wrong.code == 2
+    assert "emma" in wrong.err and "ema" in wrong.err
+
+
+def test_a_key_that_nothing_follows_is_refused(run: Run, tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    ran = run("inspect", tmp_path, "--set", "weights_key=ema")
+    assert ran.code == 2
+    assert "weights_key='ema'" in ran.err and ".pth" in ran.err
+
+
 def test_UX_02_a_path_that_does_not_exist_is_named(run: Run, tmp_path: Path) -> None:
     write_llama(tmp_path / "model")
     ran = run("inspect", tmp_path / "modle", "--json")

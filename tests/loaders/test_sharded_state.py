@@ -330,6 +330,29 @@ def test_readers_and_owned_memory(reader: str, tp: int, llama: Path, tmp_path: P
         same_state(found.model, load(llama, parallel).model)
 
 
+@pytest.mark.parametrize("tp", [2, 1], ids=["by key", "cut anew"])
+@pytest.mark.parametrize("strategy", ["lazy", "eager", "prefetch"])
+def test_the_strategies_of_safetensors_are_followed(
+    strategy: str, tp: int, llama: Path, tmp_path: Path
+) -> None:
+    save_ranks(llama, tmp_path, ranks_of(tp_size=2))
+    parallel = ParallelConfig(tp_size=tp)
+    config = LoadConfig(use_tqdm_on_load=False, safetensors_load_strategy=strategy)
+    result = load(tmp_path, parallel, load_config=config)
+    same_state(result.model, load(llama, parallel).model)
+    report = result.report
+    assert f"safetensors_load_strategy is '{strategy}'" in report.reader_why
+    assert (report.aliased_bytes > 0) == (strategy != "eager")
+    assert result.plan.bytes_to_read == report.bytes_read
+
+
+def test_the_streamer_has_no_strategies(llama: Path, tmp_path: Path) -> None:
+    save_ranks(llama, tmp_path, ranks_of(tp_size=2))
+    config = LoadConfig(load_format="runai_streamer_sharded", safetensors_load_strategy="eager")
+    with pytest.raises(OptionError, match="safetensors_load_strategy='eager'"):
+        load(tmp_path, ParallelConfig(tp_size=2), load_config=config)
+
+
 def test_the_streamers_name_is_the_same_format(llama: Path, tmp_path: Path) -> None:
     save_ranks(llama, tmp_path, ranks_of(tp_size=1))
     found = load(tmp_path, load_format="runai_streamer_sharded")

@@ -10,6 +10,7 @@ import click
 from loadkit.cli.options import output_options
 from loadkit.cli.output import Output, human_bytes
 from loadkit.cli.settings import read_settings
+from loadkit.errors import OptionError
 from loadkit.sources.shown import shown_source
 
 __all__ = ["command"]
@@ -45,18 +46,21 @@ def command(out: Output, source: str, settings: tuple[str, ...]) -> int:
 
 def _inspect(uri: str, settings: Iterable[str]) -> dict[str, Any]:
     from loadkit.detect import kind_of
-    from loadkit.file_headers import header_of
+    from loadkit.file_headers import header_of, takes_weights_key
     from loadkit.sources import open_source
+    from loadkit.text import printable
 
     files: list[dict[str, Any]] = []
     tensors: list[dict[str, Any]] = []
     metadata: dict[str, Mapping[str, Any]] = {}
     load_config, _, _ = read_settings(settings)
+    key, followed = load_config.weights_key, False
     with open_source(uri, load_config) as source:
         for info in source.list():
             kind = _format_of(info.name)
             read = kind in WEIGHTS and kind_of(info.name.rpartition("/")[2]) != "training"
-            header = header_of(source.open(info.name), kind) if read else None
+            header = header_of(source.open(info.name), kind, key) if read else None
+            followed = followed or (read and key is not None and takes_weights_key(kind))
             files.append(
                 {
                     "name": info.name,
@@ -80,6 +84,13 @@ def _inspect(uri: str, settings: Iterable[str]) -> dict[str, Any]:
                 }
                 for tensor in header.tensors
             ]
+    if key is not None and not followed:
+        raise OptionError(
+            f"LoadConfig has weights_key={printable(repr(key), 60)}, and no .bin, .pt or .pth file "
+            "lies here",
+            detail={"options": ["weights_key"]},
+            hint="leave it out",
+        )
     return {
         "ok": True,
         "source": shown_source(uri),

@@ -76,9 +76,9 @@ class DefaultModelLoader(BaseModelLoader):
         return self.load_options | self.archive_options
 
     @classmethod
-    def read_header(cls, file: File) -> Archive:
+    def read_header(cls, file: File, weights_key: str | None = None) -> Archive:
         """One archive's tensors, and what it says of itself, for people."""
-        return read_archive(file)
+        return read_archive(file, weights_key)
 
     def download_model(self, model_config: ModelConfig) -> None:
         """Choose the files and read their headers, so that what is missing is known first."""

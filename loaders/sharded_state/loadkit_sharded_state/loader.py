@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from loadkit.base_loader import BaseModelLoader
+from loadkit.load_strategy import SAFETENSORS_OPTIONS
 from loadkit.manifest import Manifest, Topology
 from loadkit.options import OptionSpec
 from loadkit.rank_files.by_key import place_by_key
@@ -48,6 +49,8 @@ class ShardedStateLoader(BaseModelLoader):
             "what the files are called where no manifest names them; {rank} and {part}",
         ),
     }
+
+    load_options: ClassVar[frozenset[str]] = SAFETENSORS_OPTIONS
 
     save_options: ClassVar[Mapping[str, OptionSpec]] = {
         "save_id": OptionSpec(

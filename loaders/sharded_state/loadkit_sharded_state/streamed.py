@@ -24,6 +24,7 @@ _READER = "runai"
 class StreamedShardedStateLoader(ShardedStateLoader):
     """Rank files through the reader ``runai``, where that is installed and no other is named."""
 
+    load_options: ClassVar[frozenset[str]] = frozenset()  # the streamer has a way of its own
     options: ClassVar[Mapping[str, OptionSpec]] = {**ShardedStateLoader.options, **STREAMER_OPTIONS}
 
     def __init__(self, load_config: LoadConfig) -> None:
