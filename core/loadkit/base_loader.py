@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from loadkit.errors import UnknownNameError
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from loadkit.config import LoadConfig, LoadkitConfig, ModelConfig
     from loadkit.integrity.digests import FileDigests
+    from loadkit.load_plan import Problem
     from loadkit.multithread import Multithread
     from loadkit.parallel_config import ParallelConfig
     from loadkit.quantization_base import QuantizationConfig
@@ -49,6 +50,7 @@ class BaseModelLoader(ABC):
         parallel: which rank is loaded.
         config, model_class: what is being loaded, known before ``load_weights``; the class
             before ``get_quant_config`` already.
+        notes: what a user should know of the checkpoint; they are among the plan's notes.
         multithread: how ``iter_weights`` reads ahead with threads; None: it does not.
         files: names of the weight files it reads.
         skipped_files: files that were not used, with the reason.
@@ -83,6 +85,7 @@ class BaseModelLoader(ABC):
         self.files: list[str] = []
         self.skipped_files: dict[str, str] = {}
         self.skipped_tensors: dict[str, str] = {}
+        self.notes: list[Problem] = []
 
     @classmethod
     def read_model_config(
@@ -147,6 +150,27 @@ class BaseModelLoader(ABC):
         named = ((renamed.get(name, name), tensor) for name, tensor in weights)
         recorder = active_recorder()
         return observed(named) if recorder is None else recorder.observe(named)
+
+    def give(
+        self,
+        model: nn.Module,
+        weights: Iterable[tuple[str, torch.Tensor | Offered]],
+        renamed: Callable[[Iterator[tuple[str, Any]]], Iterator[tuple[str, Any]]],
+    ) -> None:
+        """Give a model weights under other names than the checkpoint's.
+
+        Args:
+            model: it places them by its own ``load_weights``.
+            weights: as the catalogue has them; the plan knows them by these names.
+            renamed: gives them new names, and numbers made of theirs. Names are ``ShardedName``s
+                that are ``like`` the checkpoint's.
+        """
+        recorder = active_recorder()
+        if recorder is None:
+            changed = observed(renamed(iter(weights)))
+        else:
+            changed = recorder.observe(weights, then=renamed)
+        model.load_weights(changed)  # type: ignore[operator]  # every model has it
 
     def load_model(self, config: LoadkitConfig, prefix: str = "") -> nn.Module:
         """The whole line for one model: build, plan, read, finish.

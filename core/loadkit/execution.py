@@ -1,8 +1,8 @@
 """How a plan's targets are moved: shared by the plan, which counts it, and by the read step.
 
-A target is one parameter (or buffer). Its pieces are moved in one of four ways: *strips* of a file
-straight into its memory, *alias* (its memory is the file's mapping), *fill*, or *compute* (cast,
-arithmetic, transposes: in bounded chunks).
+A target is one parameter (or buffer). Its pieces are moved in one of five ways: *strips* of a file
+straight into its memory, *alias* (its memory is the file's mapping), *pages* (pages of its memory
+are those of files), *fill*, or *compute* (cast, arithmetic, transposes: in bounded chunks).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from loadkit.page_runs import Pages, pages_of
 from loadkit.readers.base import Place
 from loadkit.sources.base import File
 from loadkit.tracing.coverage import is_kept
@@ -31,6 +32,7 @@ from loadkit.tracing.view import View
 
 __all__ = ["CHUNK", "Moves", "Target", "chunks", "fetch_strips", "files_of", "moves_of", "place_at"]
 
+NO_PAGES = Pages(0, ())
 CHUNK = 8 << 20  # bytes of a target that are computed at once
 FEW_STRIPS = 16
 SMALL_STRIP = 16 << 10  # bytes; a strip costs about as much as copying these
@@ -52,6 +54,7 @@ class Target:
     pieces: list[tuple[View, Expr]]
     checks: list[tuple[View, Expr, str]] = field(default_factory=list)
     may_alias: bool = True
+    may_overlay: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -66,6 +69,7 @@ class Moves(NamedTuple):
     strips: list[tuple[FileLeaf, Strip]]
     fills: list[tuple[View, Any]]
     computed: list[tuple[View, Expr]]
+    pages: Pages = NO_PAGES
 
 
 def moves_of(target: Target, *, alias: bool) -> Moves:
@@ -73,7 +77,7 @@ def moves_of(target: Target, *, alias: bool) -> Moves:
 
     Args:
         target: what is to be filled.
-        alias: its memory may be the file's mapping.
+        alias: its memory may be the file's mapping, or have pages of it.
     """
     strips: list[tuple[FileLeaf, Strip]] = []
     fills: list[tuple[View, Any]] = []
@@ -96,7 +100,12 @@ def moves_of(target: Target, *, alias: bool) -> Moves:
     place = None
     if alias and target.may_alias and not fills and not computed:
         place = _one_run(target, strips)
-    return Moves(place, [] if place else strips, fills, computed)
+    if place is not None:
+        return Moves(place, [], fills, computed)
+    pages = NO_PAGES
+    if alias and target.may_alias and target.may_overlay:
+        pages, strips = pages_of(strips, target.dtype.itemsize)
+    return Moves(None, strips, fills, computed, pages)
 
 
 def _is_crumbs(strips: list[Strip]) -> bool:

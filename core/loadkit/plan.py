@@ -313,7 +313,7 @@ def _assemble(
         reader_why=choice.why,
         parallel=job.config.parallel_config,
         problems=tuple(finder.problems),
-        notes=(*finder.notes, *_downloads(files, job.load_config)),
+        notes=(*job.loader.notes, *finder.notes, *_downloads(files, job.load_config)),
         rows=tuple(finder.rows),
         bytes_needed=costs.needed,
         bytes_to_read=costs.read,

@@ -10,8 +10,10 @@ import torch
 
 from loadkit.device_layer import is_accelerator
 from loadkit.execution import Moves, Target, chunks, fetch_strips, files_of, moves_of, place_at
+from loadkit.page_runs import MOST_RUNS
 from loadkit.readers import can_alias
 from loadkit.readers.base import Place, Reader
+from loadkit.readers.pages import PAGE
 from loadkit.staged_read import device_of, staged_cost
 from loadkit.staging_jobs import is_staged, split
 from loadkit.tracing.expressions import Call, Const, Expr, Part, Src
@@ -45,26 +47,34 @@ class Costs(NamedTuple):
 def costs_of(turns: Sequence[Turn], reader: Reader, job: Job) -> Costs:
     """What filling the targets reads and holds, as the read step will do it, turn by turn.
 
-    Settles ``may_alias`` of each: its file allows it, and it has its storage for itself.
+    Settles ``may_alias`` and ``may_overlay`` of each: its files allow it, it has its storage for
+    itself, and the system can map so many pieces.
     """
     targets = [target for turn in turns for target in turn.targets]
     device = torch.device(job.device)
     aliases = reader.aliases and job.load_config.alias == "auto"
-    _settle_aliases(targets, aliases, device)
+    _settle_aliases(targets, reader, aliases, device)
     bill = Bill(reader)
+    mappings = MOST_RUNS
     read = requests = ring_bytes = kept = peak = parameters = 0
     for turn in turns:
         staged: list[tuple[Target, Moves]] = []
         owned: dict[int, int] = {}
         for target in turn.targets:
             moves = moves_of(target, alias=aliases)
+            if len(moves.pages.runs) > mappings:
+                target.may_overlay = False
+                moves = moves_of(target, alias=aliases)
+            mappings -= len(moves.pages.runs)
             if is_accelerator(device_of(target, device)):
                 parts = split(moves)
                 staged.append((target, parts.staged))
                 bill.need(parts.staged)
                 moves = Moves(None, [], [], parts.rest)
             elif target.storage.real is None and moves.alias is None:
-                owned[id(target.storage)] = target.storage.numel * target.storage.itemsize
+                nbytes = target.storage.numel * target.storage.itemsize
+                own_pages = PAGE * (len(moves.pages.runs) + 1) if moves.pages.runs else 0
+                owned[id(target.storage)] = nbytes - moves.pages.nbytes + own_pages
             bill.add(moves)
             _add_checks(bill, target, device)
         bill.close()
@@ -93,8 +103,10 @@ def costs_of(turns: Sequence[Turn], reader: Reader, job: Job) -> Costs:
     )
 
 
-def _settle_aliases(targets: list[Target], aliases: bool, device: torch.device) -> None:
-    """Which targets may be views of their files."""
+def _settle_aliases(
+    targets: list[Target], reader: Reader, aliases: bool, device: torch.device
+) -> None:
+    """Which targets may be views of their files, or have pages of them."""
     allowed = {id(file): aliases and can_alias(file)[0] for file in files_of(targets)}
     users = Counter(id(target.storage) for target in targets)
     for target in targets:
@@ -108,6 +120,7 @@ def _settle_aliases(targets: list[Target], aliases: bool, device: torch.device) 
                 if isinstance(expr, Src) and isinstance(expr.leaf, FileLeaf)
             )
         )
+        target.may_overlay = target.may_alias and reader.overlays and target.storage.real is None
 
 
 def _add_checks(bill: Bill, target: Target, device: torch.device) -> None:
@@ -157,6 +170,11 @@ class Bill:
             self.read += nbytes
             self.aliased += nbytes
             return
+        for run in moves.pages.runs:
+            self._reader.expect_view(run.file, run.offset, run.nbytes)
+            self.needed += run.nbytes if self._once((id(run.file), run.offset, run.nbytes)) else 0
+        self.read += moves.pages.nbytes
+        self.aliased += moves.pages.nbytes
         for leaf, strip in moves.strips:
             self.needed += self._needed(leaf, strip)
             self._strips.append(place_at(leaf, strip))

@@ -12,6 +12,7 @@ import torch
 from loadkit.distribute import Distribution
 from loadkit.execution import Moves, Target, chunks, fetch_strips, files_of, moves_of, place_at
 from loadkit.memory_errors import give_back
+from loadkit.page_runs import Pages
 from loadkit.readers.base import Extent, Reader
 from loadkit.staged_read import Stage
 from loadkit.staging import tied_error
@@ -204,7 +205,9 @@ class _Run:
         self._store(target, self.memory.view(target, view), expr)
 
     def alias(self, target: Target, moves: Moves) -> None:
-        """Make the file's mapping the target's memory."""
+        """Make the file's mapping the target's memory, or pages of files some of its pages."""
+        if moves.pages.runs:
+            self.overlay(target, moves.pages)
         if moves.alias is None:
             return
         leaf, offset, nbytes = moves.alias
@@ -213,6 +216,15 @@ class _Run:
         self.result.aliased_bytes += nbytes
         self.result.bytes_read += nbytes
         self._tell(nbytes)
+
+    def overlay(self, target: Target, pages: Pages) -> None:
+        """Make memory for a target in which pages of files stand."""
+        flat = self.memory.with_pages(target.storage, target.dtype, pages.phase).view(torch.uint8)
+        for run in pages.runs:
+            self.reader.overlay(run.file, run.offset, flat[run.target : run.target + run.nbytes])
+            self._tell(run.nbytes)
+        self.result.aliased_bytes += pages.nbytes
+        self.result.bytes_read += pages.nbytes
 
     def fill(self, target: Target, moves: Moves) -> None:
         """Write constants (padding)."""

@@ -7,6 +7,7 @@ import torch
 from loadkit.device_layer import DeviceLayer
 from loadkit.errors import ResourceError
 from loadkit.execution import Target
+from loadkit.readers.pages import reserve
 from loadkit.tracing.evaluate import strided
 from loadkit.tracing.storage import Storage
 from loadkit.tracing.view import View
@@ -32,6 +33,19 @@ class StorageMemory:
                 flat = self._new(storage.numel * storage.itemsize // kind.itemsize, kind)
             self.flat[id(storage)] = flat
         return flat
+
+    def with_pages(self, storage: Storage, dtype: torch.dtype, phase: int) -> torch.Tensor:
+        """As ``of``, for a storage without memory yet: it begins ``phase`` bytes into a page.
+
+        Raises:
+            ResourceError: no memory.
+        """
+        nbytes = storage.numel * storage.itemsize
+        try:
+            flat = reserve(nbytes, phase)
+        except (MemoryError, OSError) as error:
+            raise ResourceError(f"no memory for {nbytes} bytes") from error
+        return self.flat.setdefault(id(storage), flat.view(dtype))
 
     def _new(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         layer = self.layers.get(self.device)

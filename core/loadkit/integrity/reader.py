@@ -68,6 +68,7 @@ class VerifyingReader(Reader):
         self.inner = inner
         self.name = inner.name  # type: ignore[misc]  # a layer, not a reader with its own name
         self.aliases = inner.aliases  # type: ignore[misc]
+        self.overlays = inner.overlays  # type: ignore[misc]
         self.concurrent = inner.concurrent  # type: ignore[misc]
         self.remarks = inner.remarks
         self.compared = self.recorded = 0
@@ -172,6 +173,13 @@ class VerifyingReader(Reader):
         if found is not None:
             self._tally.view(found, offset, offset + nbytes)
         return shown
+
+    def overlay(self, file: File, offset: int, into: torch.Tensor) -> None:
+        """Pages of the mapping; they are verified at the end."""
+        self.inner.overlay(file, offset, into)
+        found = self._digests.get(id(file))
+        if found is not None:
+            self._tally.view(found, offset, offset + into.numel())
 
     def end(self, landed: Landed | None = None) -> int:
         """Verify what did not pass through whole.

@@ -68,6 +68,7 @@ class Reader(ABC):
 
     name: ClassVar[str]
     aliases: ClassVar[bool] = False  # whether ``view`` works
+    overlays: ClassVar[bool] = False  # whether ``overlay`` works
     concurrent: ClassVar[bool] = False  # whether several threads may call ``read`` at once
     options: ClassVar[Mapping[str, OptionSpec]] = {}
     streaming: bool = False
@@ -109,6 +110,19 @@ class Reader(ABC):
         """A uint8 view [nbytes] of a private mapping, for readers with ``aliases``."""
         raise NotImplementedError(f"reader {self.name!r} cannot alias")
 
+    def overlay(self, file: File, offset: int, into: torch.Tensor) -> None:
+        """Have memory of ``pages.reserve`` be a private mapping, for readers with ``overlays``.
+
+        Args:
+            file: whose bytes.
+            offset: of the first one, a multiple of the page size.
+            into: uint8, whole pages of the memory.
+
+        Raises:
+            LoadkitError: as ``view``.
+        """
+        raise NotImplementedError(f"reader {self.name!r} cannot overlay")
+
     def maps(self, place: Place) -> bool:
         """Whether work may be done on a view of such a place instead of on a copy of it."""
         return self.aliases
@@ -125,7 +139,7 @@ class Reader(ABC):
         return 0
 
     def expect_view(self, file: File, offset: int, nbytes: int) -> None:  # noqa: B027
-        """Told while a plan is counted: ``view`` will be called so."""
+        """Told while a plan is counted: ``view`` or ``overlay`` will be called so."""
 
     def survey_end(self) -> Survey:
         """What ``end`` will take after everything that was surveyed and expected.

@@ -33,6 +33,7 @@ from loadkit.readers import runs
 from loadkit.readers.base import Extent, Place, Reader, Survey
 from loadkit.readers.extents import check_extent, copy_rows
 from loadkit.readers.file_states import FileStates, announce, will_need
+from loadkit.readers.pages import can_put_pages, put_pages
 from loadkit.readers.rows import RowReads
 from loadkit.readers.runs import PIECE, what_to_do
 from loadkit.readers.threads import Task, run_tasks, threads_for
@@ -56,6 +57,7 @@ class MmapReader(Reader):
 
     name: ClassVar[str] = "mmap"
     aliases: ClassVar[bool] = True
+    overlays: ClassVar[bool] = can_put_pages()
     concurrent: ClassVar[bool] = True
 
     def __init__(self, load_config: LoadConfig, states: FileStates | None = None) -> None:
@@ -64,6 +66,7 @@ class MmapReader(Reader):
         self._states = states or FileStates()
         self._rows = RowReads(self._states)
         self._expected = 0  # bytes of views that are to come
+        self._refused = False  # a mapping by the system
         self._maps: dict[int, _Map] = {}
         self._lock = threading.Lock()
 
@@ -98,9 +101,36 @@ class MmapReader(Reader):
         mapped.check(offset + nbytes, None)
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._announce_view(file, offset, nbytes)
+        return torch.frombuffer(mapped.memory[offset : offset + nbytes], dtype=torch.uint8)
+
+    def overlay(self, file: File, offset: int, into: torch.Tensor) -> None:
+        """Have whole pages of memory be a private mapping of the file.
+
+        Where the system refuses one mapping more (it has a limit of them), the pages are read.
+
+        Raises:
+            TruncatedError: the file ends before the last byte.
+            ChangedError: the file was changed since it was opened.
+            ReadError: the pages could be neither mapped nor read.
+        """
+        nbytes = into.numel()
+        self._map(file).check(offset + nbytes, None)
+        number = put_pages(into, file.fileno(), offset)
+        if not number:
+            self._announce_view(file, offset, nbytes)
+            return
+        if not self._refused:
+            self._refused = True
+            self.remarks.append(
+                f"{printable(file.name)} and others are read where they should be mapped: "
+                f"{os.strerror(number)}"
+            )
+        self.read([Extent(file, offset, nbytes, 1, nbytes, into, nbytes, "")])
+
+    def _announce_view(self, file: File, offset: int, nbytes: int) -> None:
         if self._states.is_cold(file) and self._have_room(nbytes):
             will_need(file, offset, nbytes)
-        return torch.frombuffer(mapped.memory[offset : offset + nbytes], dtype=torch.uint8)
 
     @cached_property
     def _room(self) -> int | None:

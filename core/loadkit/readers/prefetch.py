@@ -40,6 +40,7 @@ class PrefetchingReader(Reader):
         self.inner = inner
         self.name = inner.name  # type: ignore[misc]  # a layer, not a reader with its own name
         self.aliases = inner.aliases  # type: ignore[misc]
+        self.overlays = inner.overlays  # type: ignore[misc]
         self.concurrent = inner.concurrent  # type: ignore[misc]
         threads = inner.load_config.safetensors_prefetch_num_threads
         block = inner.load_config.safetensors_prefetch_block_size
@@ -129,6 +130,12 @@ class PrefetchingReader(Reader):
         shown = self.inner.view(file, offset, nbytes)
         self.warmer.use(views, nbytes)
         return shown
+
+    def overlay(self, file: File, offset: int, into: torch.Tensor) -> None:
+        """As the inner reader; the bytes count as used."""
+        _, views = self._started()
+        self.inner.overlay(file, offset, into)
+        self.warmer.use(views, into.numel())
 
     def _started(self) -> tuple[Lane, Lane]:
         if self._lanes is None:
