@@ -16,7 +16,6 @@ from loadkit.options import OptionSpec
 from loadkit.sharded_name import ShardedName
 from loadkit.tracing.encoded import encoded_lazy
 from loadkit.tracing.lazy_tensor import lazy_from_info
-from loadkit.tracing.recorder import active_recorder
 from loadkit_gguf.architectures import find_architecture
 from loadkit_gguf.config import architecture_of, read_config
 from loadkit_gguf.encodings import ENCODINGS
@@ -180,12 +179,7 @@ class GGUFModelLoader(BaseModelLoader):
                     changed = _transformed(mapper, name, hf_name, tensor, hf_config)
                     yield ShardedName(hf_name, like=name), changed
 
-        recorder = active_recorder()
-        if recorder is None:
-            weights = as_hugging_face_has_it(offered)
-        else:
-            weights = recorder.observe(offered, then=as_hugging_face_has_it)
-        model.load_weights(weights)  # type: ignore[operator]  # every model has it
+        self.give(model, offered, as_hugging_face_has_it)
 
     def _packed(self, model: nn.Module, model_config: ModelConfig) -> Collection[str]:
         """The tensors that the model takes as bytes."""

@@ -12,10 +12,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from loadkit.errors import WeightLoadError
-from loadkit.file_checks import show
 from loadkit.mapper import WeightsMapper
 from loadkit.reverse_mapper import ReverseMapper
+from loadkit.rotary_rows import as_halves, as_neighbours
 
 __all__ = [
     "BERT_NAMES",
@@ -181,12 +180,12 @@ def expert_of(hf_name: str) -> tuple[str, int] | None:
 
 def unpermute_queries(hf_name: str, tensor: torch.Tensor, hf_config: Any) -> torch.Tensor:
     """Rows of q [heads * size, ...]: GGUF pairs neighbours for rotation, Hugging Face halves."""
-    return _unpermute(hf_name, tensor, _query_heads(hf_config))
+    return as_halves(hf_name, tensor, _query_heads(hf_config))
 
 
 def unpermute_keys(hf_name: str, tensor: torch.Tensor, hf_config: Any) -> torch.Tensor:
     """The same of k, by its own number of heads."""
-    return _unpermute(hf_name, tensor, _key_heads(hf_config))
+    return as_halves(hf_name, tensor, _key_heads(hf_config))
 
 
 def _query_heads(hf_config: Any) -> int:
@@ -197,28 +196,6 @@ def _key_heads(hf_config: Any) -> int:
     return int(getattr(hf_config, "num_key_value_heads", None) or hf_config.num_attention_heads)
 
 
-def _unpermute(hf_name: str, tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    rows, rest = _rows_of(hf_name, tensor, heads), tensor.shape[1:]
-    pairs = tensor.reshape(heads, rows // heads // 2, 2, *rest)
-    return pairs.transpose(1, 2).reshape(rows, *rest)
-
-
-def _permute(hf_name: str, tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    rows, rest = _rows_of(hf_name, tensor, heads), tensor.shape[1:]
-    halves = tensor.reshape(heads, 2, rows // heads // 2, *rest)
-    return halves.transpose(1, 2).reshape(rows, *rest)
-
-
-def _rows_of(hf_name: str, tensor: torch.Tensor, heads: int) -> int:
-    rows = tensor.shape[0]
-    if heads < 1 or rows % (2 * heads):
-        raise WeightLoadError(
-            f"{show(hf_name)} has {rows} rows, which are no {heads} heads of an even size",
-            tensor=hf_name,
-        )
-    return rows
-
-
 def minus_one(hf_name: str, tensor: torch.Tensor, hf_config: Any) -> torch.Tensor:
     """A norm's weight: GGUF stores one more than Hugging Face."""
     return tensor - 1
@@ -226,7 +203,9 @@ def minus_one(hf_name: str, tensor: torch.Tensor, hf_config: Any) -> torch.Tenso
 
 # transform -> what undoes it
 _BACK: dict[Transform, Transform] = {
-    unpermute_queries: lambda name, tensor, config: _permute(name, tensor, _query_heads(config)),
-    unpermute_keys: lambda name, tensor, config: _permute(name, tensor, _key_heads(config)),
+    unpermute_queries: lambda name, tensor, config: as_neighbours(
+        name, tensor, _query_heads(config)
+    ),
+    unpermute_keys: lambda name, tensor, config: as_neighbours(name, tensor, _key_heads(config)),
     minus_one: lambda name, tensor, config: tensor + 1,
 }

@@ -48,5 +48,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    sys.path[0] = str(
+        Path(__file__).resolve().parents[2]
+    )  # beside it are modules named as libraries
     main()

@@ -1,0 +1,1 @@
+"""Mistral's own checkpoints: ``consolidated*.safetensors`` and ``params.json``."""
