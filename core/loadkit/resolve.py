@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from loadkit import tables
+from loadkit.adapters import adapter_error
 from loadkit.auto_choices import device_of, format_of, with_dtype
 from loadkit.base_loader import BaseModelLoader
 from loadkit.config import LoadConfig, LoadkitConfig, ModelConfig, ParallelConfig
-from loadkit.errors import OptionError
+from loadkit.errors import ConfigFileError, NoWeightsError, OptionError
 from loadkit.local_memory import mesh_device
 from loadkit.quantization import configure_quant_config
 from loadkit.sources import Source, open_source
@@ -79,7 +81,7 @@ def resolve(
     load_config = _of_type(LoadConfig, load_config, "load_config")
     strict = _of_type(bool, strict, "strict")
     load_config = _merged(load_config, load_format, trust_remote_code)
-    opened = open_source(source, load_config)
+    opened = _opened(source, load_config)
     try:
         loader, why = _loader_for(opened, load_config, parallel)
         options = {
@@ -92,6 +94,12 @@ def resolve(
         }
         model_config = loader.read_model_config(opened, loader.load_config, **options)
         return _job(opened, loader, why, model_config, parallel, device, strict)
+    except (NoWeightsError, ConfigFileError) as error:
+        with closing(opened):
+            adapter = adapter_error(opened)
+        if adapter is not None:
+            raise adapter from error
+        raise
     except BaseException:
         opened.close()
         raise
@@ -99,7 +107,7 @@ def resolve(
 
 def resolve_config(config: LoadkitConfig, prefix: str = "") -> Job:
     """The job that a ready bundle describes (``get_model``)."""
-    opened = open_source(config.model_config.source, config.load_config)
+    opened = _opened(config.model_config.source, config.load_config)
     try:
         loader, why = _loader_for(opened, config.load_config, config.parallel_config)
         job = _job(opened, loader, why, config.model_config, config.parallel_config, None, True)
@@ -111,7 +119,7 @@ def resolve_config(config: LoadkitConfig, prefix: str = "") -> Job:
 
 def job_for_loader(loader: BaseModelLoader, config: LoadkitConfig, prefix: str) -> Job:
     """The job of a loader that the caller made (``BaseModelLoader.load_model``)."""
-    source = getattr(loader, "source", None) or open_source(
+    source = getattr(loader, "source", None) or loader.open_source(
         config.model_config.source, config.load_config
     )
     model_config, parallel = config.model_config, config.parallel_config
@@ -154,7 +162,7 @@ def job_for_module(
     """
     parallel = _of_type(ParallelConfig, parallel, "parallel")
     load_config = _merged(_of_type(LoadConfig, load_config, "load_config"), load_format, False)
-    opened = open_source(source, load_config)
+    opened = _opened(source, load_config)
     try:
         loader, why = _loader_for(opened, load_config, parallel)
         if not loader.needs_source:
@@ -213,6 +221,16 @@ def _merged(load_config: LoadConfig, load_format: str, trust_remote_code: bool) 
     if load_config.distribute:  # what another rank read is no view of a file here
         load_config = replace(load_config, alias="never")
     return load_config
+
+
+def _opened(source: str | os.PathLike[str], load_config: LoadConfig) -> Source:
+    """The source, as the load format that was named opens it."""
+    if load_config.load_format == "auto":
+        return open_source(source, load_config)
+    loader: Any = tables.loaders.lookup(load_config.load_format)
+    if isinstance(loader, type) and issubclass(loader, BaseModelLoader):
+        return loader.open_source(source, load_config)
+    return open_source(source, load_config)
 
 
 def _loader_for(
