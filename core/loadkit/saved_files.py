@@ -25,7 +25,8 @@ INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _WEIGHTS = re.compile(
     r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json|"
-    r"model-rank-\d+-part-\d+\.safetensors|model(-rank-\d+)?\.tensors"
+    r"model-rank-\d+-part-\d+\.safetensors|model(-rank-\d+)?\.tensors|"
+    r"\.metadata|__\d+_\d+\.distcp"
 )
 
 

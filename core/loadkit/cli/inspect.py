@@ -24,9 +24,11 @@ SUFFIXES = {
     ".pt": "pt",
     ".pth": "pt",
     ".tensors": "tensorizer",
+    ".distcp": "dcp",
+    ".metadata": "dcp",
     ".json": "json",
 }
-WEIGHTS = ("safetensors", "gguf", "pt", "tensorizer")
+WEIGHTS = ("safetensors", "gguf", "pt", "tensorizer", "dcp")
 
 
 @click.command("inspect")
@@ -78,7 +80,7 @@ def _inspect(uri: str, settings: Iterable[str]) -> dict[str, Any]:
                     "name": tensor.name,
                     "dtype": tensor.dtype,
                     "shape": list(tensor.shape),
-                    "file": info.name,
+                    "file": tensor.file.name,
                     "offset": tensor.offset,
                     "bytes": tensor.nbytes,
                 }

@@ -34,6 +34,8 @@ WEIGHTS = (
     "pytorch_model.bin",
     "model.gguf",
     "model.tensors",
+    ".metadata",
+    "__0_0.distcp",
 )
 _HEADS = frozenset({*INDEXES, *WEIGHTS, MANIFEST, "config.json", "params.json"})
 MAX_INDEX = 100_000_000  # bytes

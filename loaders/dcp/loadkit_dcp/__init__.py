@@ -1,0 +1,1 @@
+"""The load format ``dcp``: folders that ``torch.distributed.checkpoint`` writes."""
