@@ -10,7 +10,8 @@ A distribution whose format needs a library or a device says so in a light modul
     def state() -> str:
         return library_state(LIBRARY)
 
-and an entry point of the group ``loadkit.availability`` with the load format's name. A format
+and an entry point of the group ``loadkit.availability`` with the load format's name. Where the
+extra does not install the library, ``INSTALL`` is the line that does. A format
 without one is ready as soon as its distribution is there.
 """
 
@@ -55,6 +56,7 @@ class Availability(NamedTuple):
 
     state: str
     library: str | None = None  # the library's name as pip knows it
+    install: str = ""  # the line that installs it, where the extra's does not
 
 
 def installed_version(distribution: str) -> str | None:
@@ -122,7 +124,9 @@ def ask(row: Row) -> Availability:
     library = getattr(module, "LIBRARY", None)
     if not isinstance(library, str) or not library:
         library = library_of(row.name)
-    return Availability(_plain(said, row.name, library), library)
+    line = getattr(module, "INSTALL", "")
+    install = printable(line, 200) if isinstance(line, str) else ""
+    return Availability(_plain(said, row.name, library), library, install)
 
 
 def _plain(said: str, load_format: str, library: str | None) -> str:

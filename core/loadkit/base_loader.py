@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -86,6 +87,17 @@ class BaseModelLoader(ABC):
         self.skipped_files: dict[str, str] = {}
         self.skipped_tensors: dict[str, str] = {}
         self.notes: list[Problem] = []
+
+    @classmethod
+    def open_source(cls, source: str | os.PathLike[str], load_config: LoadConfig) -> Source:
+        """The place a checkpoint lies in. Formats that get their files elsewhere override this.
+
+        Raises:
+            LoadkitError: as ``loadkit.sources.open_source``.
+        """
+        from loadkit.sources import open_source
+
+        return open_source(source, load_config)
 
     @classmethod
     def read_model_config(

@@ -68,11 +68,13 @@ KNOWN: dict[str, dict[str, Known]] = {
     "sources": {
         **_from("hub", "hf", "modelscope"),
         **_from("remote", "s3", "gs", "az", "http", "https"),
+        **_from("modelexpress", "mx"),
     },
     "readers": {
         **_from("runai-streamer", "runai"),
         **_from("fastsafetensors", "fastsafetensors"),
         **_from("instanttensor", "instanttensor"),
+        **_from("modelexpress", "nixl"),
     },
 }
 

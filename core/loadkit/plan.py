@@ -313,7 +313,12 @@ def _assemble(
         reader_why=choice.why,
         parallel=job.config.parallel_config,
         problems=tuple(finder.problems),
-        notes=(*job.loader.notes, *finder.notes, *_downloads(files, job.load_config)),
+        notes=(
+            *job.loader.notes,
+            *(Problem("SOURCE", remark) for remark in job.source.remarks),
+            *finder.notes,
+            *_downloads(files, job.load_config),
+        ),
         rows=tuple(finder.rows),
         bytes_needed=costs.needed,
         bytes_to_read=costs.read,
@@ -332,7 +337,7 @@ def _assemble(
 
 def _downloads(files: Sequence[File], load_config: LoadConfig) -> list[Problem]:
     """What a plan of remote files says of the load: that it fetches whole files first."""
-    remote = [file for file in files if not file.local]
+    remote = [file for file in files if not file.local and not file.reader]
     if not remote or load_config.stream:
         return []
     size = sum(file.size for file in remote)

@@ -1,4 +1,4 @@
-"""``ReaderLoader``: a load format that is safetensors, read by one certain reader.
+"""``FilesLoader``: a load format that is safetensors; ``ReaderLoader``: by one certain reader.
 
 Files, index, headers and names are the business of the load format ``safetensors``, whichever
 distribution has it; a subclass says who moves the bytes and which options that takes.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from loadkit.config import LoadConfig, ModelConfig
     from loadkit.tracing.lazy_tensor import Offered
 
-__all__ = ["ReaderLoader", "read_by"]
+__all__ = ["FilesLoader", "ReaderLoader", "read_by"]
 
 
 def read_by(reader: str, load_config: LoadConfig, options: Mapping[str, Any]) -> LoadConfig:
@@ -58,30 +58,13 @@ def read_by(reader: str, load_config: LoadConfig, options: Mapping[str, Any]) ->
     return replace(load_config, reader=reader, reader_options=every)
 
 
-class ReaderLoader(BaseModelLoader):
-    """Safetensors files through one reader. Subclasses give ``reader`` and ``options``.
+class FilesLoader(BaseModelLoader):
+    """Safetensors files, wherever they come from."""
 
-    Attributes:
-        reader: the reader's name in the table of readers.
-    """
-
-    reader: ClassVar[str]
     load_options: ClassVar[frozenset[str]] = frozenset(
         {"allow_patterns_overrides", "ignore_index", "ignore_patterns"}
     )
     _files_loader: BaseModelLoader | None = None
-
-    def __init__(self, load_config: LoadConfig) -> None:
-        super().__init__(load_config)
-        self.load_config = read_by(self.reader, load_config, self.reader_options())
-
-    def reader_options(self) -> Mapping[str, Any]:
-        """What of ``extra_config`` is for the reader, under its keys.
-
-        Raises:
-            OptionError: it cannot be as asked.
-        """
-        return self.extra_config
 
     @property
     def files_loader(self) -> BaseModelLoader:
@@ -123,3 +106,25 @@ class ReaderLoader(BaseModelLoader):
         inner = self.files_loader
         self.files, self.skipped_files = inner.files, inner.skipped_files
         self.skipped_tensors = inner.skipped_tensors
+
+
+class ReaderLoader(FilesLoader):
+    """The same through one reader. Subclasses give ``reader`` and ``options``.
+
+    Attributes:
+        reader: the reader's name in the table of readers.
+    """
+
+    reader: ClassVar[str]
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        super().__init__(load_config)
+        self.load_config = read_by(self.reader, load_config, self.reader_options())
+
+    def reader_options(self) -> Mapping[str, Any]:
+        """What of ``extra_config`` is for the reader, under its keys.
+
+        Raises:
+            OptionError: it cannot be as asked.
+        """
+        return self.extra_config

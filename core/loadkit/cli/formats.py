@@ -60,7 +60,8 @@ def _row(entry: Entry, versions: dict[str, str], said: Availability | None) -> d
         if entry.distribution in versions:  # what is installed does not have it
             state, install = NOT_IN_VERSION, ""
     elif said is not None:
-        state, library = said
+        state, library, line = said
+        install = line if state == NEEDS_EXTRA and line else install
     if state == NEEDS_EXTRA and not install:  # the distribution is there, its library is not
         install = pip_line(known.extra) if known and ours else f"pip install {library}"
     return {
@@ -97,6 +98,6 @@ def _answers(entries: list[Entry]) -> dict[tuple[str, str], Availability]:
             found[row.name, row.distribution] = Availability("broken", library_of(row.name))
     told = probe([("availability", r.name, r.value) for r in others], timeout=SECONDS)
     for row, answer in zip(others, told, strict=True):
-        good = isinstance(answer, list) and len(answer) == 2
+        good = isinstance(answer, list) and len(answer) == 3
         found[row.name, row.distribution] = Availability(*answer if good else ("broken", None))
     return found

@@ -61,6 +61,9 @@ def choose_reader(
         UsageError: no such reader, or its distribution is missing; a reader of local files was
             named, and what is streamed are not.
     """
+    own = {file.reader for file in files if file.reader}
+    if own:
+        return _of_its_own(load_config, own)
     if any(not file.local for file in files):
         return _of_remote(load_config, files)
     if load_config.reader != "auto":
@@ -82,6 +85,19 @@ def choose_reader(
         return ReaderChoice(_make("pread", load_config), error.message)
     why = "local files that nobody else can write: parameters can be views of them"
     return ReaderChoice(reader, why + cached)
+
+
+def _of_its_own(load_config: LoadConfig, own: set[str]) -> ReaderChoice:
+    """The one reader that reads these files."""
+    (name,) = own if len(own) == 1 else {""}
+    if not name or load_config.reader not in ("auto", name):
+        raise OptionError(
+            f"these files are read by the reader {' and '.join(sorted(own))} alone, and "
+            f"LoadConfig.reader is {load_config.reader!r}",
+            detail={"options": ["reader"]},
+            hint="leave it out",
+        )
+    return ReaderChoice(_make(name, load_config), "no other reads these files")
 
 
 def _of_remote(load_config: LoadConfig, files: Sequence[File]) -> ReaderChoice:

@@ -31,6 +31,7 @@ class File(ABC):
 
     ``path`` is its local path, or None where it has none (a remote file). ``address`` is where a
     remote file is, as other programs name it (``s3://bucket/key``); None where nothing names it.
+    ``reader`` is the name of the one reader that reads it; "" where any of its kind does.
 
     A remote file's ``read`` is a request, with a block read ahead where little is asked for.
     """
@@ -39,6 +40,7 @@ class File(ABC):
     size: int
     path: str | None = None
     address: str | None = None
+    reader: ClassVar[str] = ""
 
     @property
     def local(self) -> bool:
@@ -89,6 +91,7 @@ class Source(ABC):
             (``revision``, ``stream``); others are refused where they are set.
         uri: what was opened, as it may be shown: without passwords and signatures.
         bytes_fetched: bytes of files that came over a network so far; those of listings not.
+        remarks: sentences for a plan's notes and a report's warnings.
     """
 
     load_options: ClassVar[frozenset[str]] = frozenset()
@@ -97,6 +100,7 @@ class Source(ABC):
     def __init__(self, uri: str, load_config: LoadConfig) -> None:
         self.uri = uri
         self.load_config = load_config
+        self.remarks: list[str] = []
 
     @abstractmethod
     def list(self) -> Sequence[FileInfo]:
