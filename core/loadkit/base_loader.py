@@ -49,6 +49,7 @@ class BaseModelLoader(ABC):
         needs_source: False where it makes a model's weights and reads no checkpoint.
         source: the open source, set before any other call.
         parallel: which rank is loaded.
+        device: where its parameters go, as torch spells it; known before ``download_model``.
         config, model_class: what is being loaded, known before ``load_weights``; the class
             before ``get_quant_config`` already.
         notes: what a user should know of the checkpoint; they are among the plan's notes.
@@ -74,6 +75,7 @@ class BaseModelLoader(ABC):
 
     source: Source
     parallel: ParallelConfig
+    device: str = "cpu"
     config: LoadkitConfig
     model_class: type[nn.Module]
 

@@ -263,6 +263,7 @@ def _job(
     model_class, architecture = ModelRegistry.resolve_model_cls(
         list(model_config.architectures), model_config
     )
+    loader.device = device_of(device, load_config)
     loader.download_model(model_config)
     model_config = with_dtype(model_config, loader)
     loader.model_class = model_class
@@ -281,7 +282,7 @@ def _job(
         model_class_name=f"{model_class.__module__}:{model_class.__qualname__}",
         architecture=architecture,
         distribution=_distribution(architecture),
-        device=device_of(device, load_config),
+        device=loader.device,
         strict=strict,
     )
 
