@@ -40,7 +40,6 @@ from loadkit.tracing.storage import FileLeaf
 from loadkit.turns import Turn
 
 if TYPE_CHECKING:
-    from loadkit.config import LoadConfig
     from loadkit.resolve import Job
     from loadkit.sources.base import File
 
@@ -317,7 +316,7 @@ def _assemble(
             *job.loader.notes,
             *(Problem("SOURCE", remark) for remark in job.source.remarks),
             *finder.notes,
-            *_downloads(files, job.load_config),
+            *_downloads(files, job),
         ),
         rows=tuple(finder.rows),
         bytes_needed=costs.needed,
@@ -335,10 +334,10 @@ def _assemble(
     return Planned(built.model, built.recorder, plan, reader, finder.initialised, finder.turns)
 
 
-def _downloads(files: Sequence[File], load_config: LoadConfig) -> list[Problem]:
+def _downloads(files: Sequence[File], job: Job) -> list[Problem]:
     """What a plan of remote files says of the load: that it fetches whole files first."""
     remote = [file for file in files if not file.local and not file.reader]
-    if not remote or load_config.stream:
+    if not remote or job.load_config.stream:
         return []
     size = sum(file.size for file in remote)
     return [
@@ -346,7 +345,9 @@ def _downloads(files: Sequence[File], load_config: LoadConfig) -> list[Problem]:
             "DOWNLOAD",
             f"a load fetches {len(remote)} whole file(s) first, {size:,} bytes, and then reads "
             "them from the disk; this plan counts what ranges would take",
-            hint="stream=true reads those ranges and keeps no copy",
+            hint="stream=true reads those ranges and keeps no copy"
+            if "stream" in job.source.load_options
+            else None,
         )
     ]
 
