@@ -10,7 +10,7 @@ WORKERS ?= -n 2 --dist loadfile
 # One folder with a pyproject.toml = one distribution. A new room is found by itself.
 PYPROJECTS := $(sort $(wildcard core/pyproject.toml layers/pyproject.toml loaders/*/pyproject.toml plugins/*/pyproject.toml))
 MEMBERS := $(PYPROJECTS:/pyproject.toml=)
-INPUTS := pyproject.toml $(PYPROJECTS) constraints.txt requirements-dev.txt
+INPUTS := pyproject.toml $(PYPROJECTS) constraints.txt requirements-dev.txt requirements-no-deps.txt
 # The stamp's name holds the content of these files: a changed file or a new room sets up again.
 STAMP := $(VENV)/.setup-$(shell cat $(INPUTS) | cksum | tr -d ' ')
 
@@ -27,6 +27,7 @@ $(STAMP):
 	$(PIP) install --quiet -c constraints.txt torch
 	$(PIP) install --quiet -c constraints.txt numpy
 	$(PIP) install --quiet -c constraints.txt -r requirements-dev.txt
+	$(PIP) install --quiet -c constraints.txt --no-deps -r requirements-no-deps.txt
 	$(PIP) install --quiet -c constraints.txt --no-build-isolation $(addprefix -e ,$(MEMBERS)) -e .
 	@rm -f $(VENV)/.setup-*
 	@touch $(STAMP)
