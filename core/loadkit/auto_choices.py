@@ -11,7 +11,13 @@ import torch
 
 from loadkit import plugins
 from loadkit.config_lookup import find_quantization
-from loadkit.detect import Detected, detect_load_format
+from loadkit.detect import (
+    FORMAT_PATTERNS,
+    Detected,
+    detect_load_format,
+    matching_formats,
+    no_weights,
+)
 from loadkit.errors import ConfigFileError, LoadkitError, OptionError
 from loadkit.text import printable
 
@@ -31,11 +37,12 @@ def format_of(source: Source) -> tuple[str, str]:
     Hook plugins are asked where the core does not know.
 
     Raises:
-        NoWeightsError: nothing there that any format reads.
+        NoWeightsError: nothing there that any format reads, or archives of ``torch.save`` alone and
+            ``fall_back_to_pt`` is off.
     """
-    listing = source.list()
+    listing, single = source.list(), getattr(source, "single", None)
     try:
-        found = detect_load_format(listing)
+        found = detect_load_format(listing, single=single)
     except LoadkitError:
         answer = plugins.call(
             "detect_load_format", source=source.uri, files=listing, model_config=None
@@ -43,11 +50,13 @@ def format_of(source: Source) -> tuple[str, str]:
         if not answer:
             raise
         return str(answer), "a plugin recognised it"
+    if found.load_format == "pt" and not source.load_config.fall_back_to_pt and single is None:
+        raise no_weights(listing, "auto", FORMAT_PATTERNS["safetensors"])
     return named_by_config(source, found) or (found.load_format, found.why)
 
 
-# Load formats that read the files of others, for checkpoints quantised by a method of their name.
-_OWN_FORMAT = {"bitsandbytes": ("safetensors", "pt")}
+# Quantisation methods that are load formats too -> the formats whose files they read.
+_OWN_FORMAT = {"bitsandbytes": ("safetensors", "pt"), "gguf": ("gguf",)}
 
 
 def named_by_config(source: Source, found: Detected) -> tuple[str, str] | None:
@@ -63,7 +72,10 @@ def named_by_config(source: Source, found: Detected) -> tuple[str, str] | None:
     values = parse_config(data, file="config.json")
     stated = find_quantization(HFConfig.from_dict(values), file="config.json")
     method = None if stated is None else stated.get("quant_method")
-    if found.load_format not in _OWN_FORMAT.get(str(method), ()):
+    there = {found.load_format, *matching_formats(info.name for info in source.list())}
+    if found.load_format == "sharded_state" or there.isdisjoint(_OWN_FORMAT.get(str(method), ())):
+        return None
+    if method == found.load_format:
         return None
     return str(method), f"config.json says quant_method {method!r}; {found.why}"
 

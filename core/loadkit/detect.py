@@ -2,7 +2,8 @@
 
 The rules, in this order; the first that fits decides:
 
-1. a single file that was named: its suffix;
+1. a single file that was named: its name, a variant's (``model.fp16.safetensors``) and one of
+   training state too; an adapter is no model;
 2. ``model-rank-R-part-P.safetensors``, or, without any of the others, what a save by several
    ranks left that was not finished: ``sharded_state`` (which says what is missing);
 3. any other ``*.safetensors`` in Hugging Face's names: ``safetensors`` (also where ``.bin``,
@@ -11,7 +12,10 @@ The rules, in this order; the first that fits decides:
 5. ``*.bin``, ``*.pt``, ``*.pth`` besides training state: ``pt``;
 6. ``*.gguf``: ``gguf``; 7. ``*.tensors``: ``tensorizer``; 8. ``*.distcp``: ``dcp``.
 
-Variants (``model.fp16.safetensors``) and adapters never decide by themselves.
+In a folder, variants, adapters and training state never decide. A ``quant_method`` of config.json
+that is a load format of its own (``bitsandbytes``, ``gguf``) decides where its files are there, and
+the method refuses where they are not (``loadkit.auto_choices``). Which of a format's files are read
+is the business of its loader.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from loadkit.errors import NoWeightsError
 from loadkit.file_checks import show
@@ -31,6 +35,7 @@ __all__ = [
     "FORMAT_PATTERNS",
     "Detected",
     "detect_load_format",
+    "formats_of",
     "kind_of",
     "matching_formats",
     "no_weights",
@@ -72,11 +77,7 @@ def kind_of(name: str) -> str | None:
     ``training``, ``variant`` and ``adapter`` are kinds too: no format takes them unasked. None is
     no weight file.
     """
-    formats = [
-        kind
-        for kind, patterns in FORMAT_PATTERNS.items()
-        if any(fnmatchcase(name, pattern) for pattern in patterns)
-    ]
+    formats = formats_of(name)
     if not formats or "/" in name:
         return None
     if _TRAINING.match(name):
@@ -84,6 +85,15 @@ def kind_of(name: str) -> str | None:
     if _VARIANT.search(name):
         return "variant"
     return "adapter" if _ADAPTER.match(name) else formats[0]
+
+
+def formats_of(name: str) -> list[str]:
+    """The load formats whose patterns a file's name fits, whatever it is beside that."""
+    return [
+        kind
+        for kind, patterns in FORMAT_PATTERNS.items()
+        if any(fnmatchcase(name, pattern) for pattern in patterns)
+    ]
 
 
 def matching_formats(names: Iterable[str]) -> dict[str, list[str]]:
@@ -96,17 +106,22 @@ def matching_formats(names: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
-def detect_load_format(listing: Sequence[FileInfo], config: Any = None) -> Detected:
+def detect_load_format(listing: Sequence[FileInfo], *, single: str | None = None) -> Detected:
     """What ``load_format="auto"`` means for a source.
 
     Args:
         listing: what ``Source.list`` gave.
-        config: the parsed config.json, or None; unused by the rules above, for callers' hooks.
+        single: the file of it that was named as the source; None: a folder was.
 
     Raises:
         NoWeightsError: nothing there that any format reads; it lists what was seen.
     """
-    del config
+    if single is not None:
+        name = single.rpartition("/")[2]
+        formats = formats_of(name)
+        if not formats or kind_of(name) == "adapter":
+            raise no_weights(listing, "auto", [p for g in FORMAT_PATTERNS.values() for p in g])
+        return Detected(formats[0], f"{name} was named")
     found = matching_formats(info.name for info in listing)
     order = ("sharded_state", "safetensors", "mistral", "pt", "gguf", "tensorizer", "dcp")
     for load_format in order:

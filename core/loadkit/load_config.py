@@ -42,7 +42,9 @@ class LoadConfig:
     model_loader_extra_config: Mapping[str, Any] = option(
         dict, FrozenDict(), "options of the one loader; an object or its JSON text"
     )
-    ignore_patterns: tuple[str, ...] = option(tuple, (), "files that are not downloaded or read")
+    ignore_patterns: tuple[str, ...] = option(
+        tuple, ("original/**/*",), "files that are not downloaded or read"
+    )
     allow_patterns_overrides: tuple[str, ...] | None = option(
         tuple, None, "patterns of weight files, in place of the load format's own"
     )

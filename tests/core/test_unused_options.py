@@ -12,6 +12,7 @@ import loadkit
 from helpers.checkpoints import write_llama
 from loadkit.config import LoadConfig
 from loadkit.errors import OptionError
+from loadkit.known_names import KNOWN, Known
 
 # What this version does not do yet, for a folder of safetensors.
 UNUSED: dict[str, Any] = {
@@ -136,7 +137,10 @@ def test_a_method_that_is_not_installed_is_named(place: Path) -> None:
         loadkit.plan(place, quantization="fp8")
 
 
-def test_a_format_of_a_later_version_is_not_called_missing(place: Path) -> None:
+def test_a_format_of_a_later_version_is_not_called_missing(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KNOWN["loaders"], "later", Known("loadkit-default", "default"))
     with pytest.raises(loadkit.NotInstalledError, match=r"installed as .* and lacks it") as caught:
-        loadkit.plan(place, load_format="mistral")
+        loadkit.plan(place, load_format="later")
     assert caught.value.hint is None

@@ -2,12 +2,16 @@
 
 Rules, in order:
 
-1. A single file that was named as the source is the weights.
+1. A single file that was named as the source is the weights, a variant too; an adapter is not.
 2. With an index, exactly the files that it names (``ignore_index`` opts out).
 3. Without one, ``model*.safetensors`` before others: ``model.safetensors``, or the one complete
    set of ``model-N-of-M.safetensors``; two complete sets are refused. The archives of
    ``torch.save`` are called ``pytorch_model*.bin`` there.
 4. Otherwise every other file of the pattern.
+
+``allow_patterns_overrides`` is in place of all of that: every file that fits, in folders too where
+a pattern names them (``weights/*.safetensors``), but adapters and training state only by their
+whole names. ``ignore_patterns`` goes before it. Patterns are those of ``loadkit.file_patterns``.
 
 ``hf`` takes archives (``.bin``, ``.pt``, ``.pth``) where there are no safetensors, and never mixes.
 
@@ -21,12 +25,12 @@ import logging
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from loadkit.detect import FORMAT_PATTERNS, kind_of, no_weights
+from loadkit.detect import FORMAT_PATTERNS, formats_of, kind_of, no_weights
 from loadkit.errors import IndexFileError
 from loadkit.file_checks import show
+from loadkit.file_patterns import first_fit
 from loadkit_default.weight_index import Header, index_problems, read_index, report
 
 if TYPE_CHECKING:
@@ -47,6 +51,8 @@ PATTERNS: dict[str, tuple[str, ...]] = {
 # Load format -> the kind of its files, and what a model saved by its writers is called.
 _KINDS = {"mistral": "mistral", "pt": "pt"}
 _NAMES = {"mistral": "consolidated.safetensors", "pt": "pytorch_model.bin"}
+# Files that are read where they are named whole, and by no pattern.
+_NEVER_BY_PATTERN = ("training", "adapter")
 _SHARD = re.compile(
     r"(?P<stem>.+?)-(?P<number>\d{1,6})-of-(?P<total>\d{1,6})\.(?P<suffix>safetensors|bin|pt|pth)"
 )
@@ -129,14 +135,15 @@ def find_weight_files(source: Source, load_config: LoadConfig, load_format: str)
             two sets of files could be meant.
     """
     listing = source.list()
+    single = getattr(source, "single", None)
     load_format = "hf" if load_format == "auto" else load_format
-    if load_format == "hf" and _falls_back(listing, load_config):
+    if load_format == "hf" and _falls_back(listing, load_config, single):
         load_format = "pt"
     patterns = load_config.allow_patterns_overrides or PATTERNS[load_format]
     search = _Search(source, load_config, load_format, tuple(patterns), listing)
-    single = getattr(source, "single", None)
     if single is not None:
-        if not any(fnmatchcase(single, pattern) for pattern in search.patterns):
+        name = single.rpartition("/")[2]
+        if kind_of(name) == "adapter" or first_fit(name, search.patterns) is None:
             raise no_weights(search.listing, load_format, search.patterns)
         found = WeightFiles([single], {}, None, "the file that was named")
     else:
@@ -162,37 +169,36 @@ def check_against_index(headers: Iterable[Header], weight_files: WeightFiles) ->
         raise report(weight_files.index_file, problems)
 
 
-def _falls_back(listing: Sequence[FileInfo], load_config: LoadConfig) -> bool:
+def _falls_back(listing: Sequence[FileInfo], load_config: LoadConfig, single: str | None) -> bool:
     """Whether ``hf`` reads archives: there are some, no safetensors, and it may."""
     if not load_config.fall_back_to_pt or load_config.allow_patterns_overrides is not None:
         return False
-    names = [info.name for info in listing if not _ignored(info.name, load_config)]
+    if single is not None:
+        return "pt" in formats_of(single.rpartition("/")[2])
+    ignored = load_config.ignore_patterns
+    names = [info.name for info in listing if first_fit(info.name, ignored) is None]
     kinds = {kind_of(name) for name in names}
     indexed = "model.safetensors.index.json" in names  # its files are missing: that is said
     return "pt" in kinds and "safetensors" not in kinds and not indexed
 
 
-def _ignored(name: str, load_config: LoadConfig) -> str | None:
-    """The pattern of ``ignore_patterns`` that a name fits, if one does."""
-    return next((p for p in load_config.ignore_patterns if fnmatchcase(name, p)), None)
-
-
 def _sort_out(search: _Search) -> None:
-    """Candidates are the root's files of the patterns; the rest is skipped with its reason."""
+    """Candidates are the files of the patterns; the root's others are skipped with their reason."""
     overridden = search.load_config.allow_patterns_overrides is not None
-    for info in search.listing:
-        kind = kind_of(info.name)
-        if kind is None:
+    for name in (info.name for info in search.listing):
+        kind = kind_of(name.rpartition("/")[2])
+        fit = first_fit(name, search.patterns)
+        if kind is None or ("/" in name and fit is None):
             continue
-        ignored = _ignored(info.name, search.load_config)
+        ignored = first_fit(name, search.load_config.ignore_patterns)
         if ignored is not None:
-            search.skipped[info.name] = f"ignore_patterns has {ignored!r}"
-        elif not any(fnmatchcase(info.name, pattern) for pattern in search.patterns):
-            search.skipped[info.name] = _KIND_REASONS[kind]
+            search.skipped[name] = f"ignore_patterns has {ignored!r}"
+        elif fit is None or (kind in _NEVER_BY_PATTERN and fit != name):
+            search.skipped[name] = _KIND_REASONS[kind]
         elif kind == search.kind or overridden:
-            search.candidates.append(info.name)
+            search.candidates.append(name)
         else:
-            search.skipped[info.name] = _KIND_REASONS[kind]
+            search.skipped[name] = _KIND_REASONS[kind]
 
 
 # -- with an index -------------------------------------------------------------------------------

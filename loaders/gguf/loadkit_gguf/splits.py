@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from loadkit.detect import kind_of, no_weights
 from loadkit.errors import FormatError, LoadkitError, NoWeightsError, ReadError
 from loadkit.file_checks import show
+from loadkit.file_patterns import first_fit
 from loadkit_gguf.header import GGUFHeader, read_gguf_header
 
 if TYPE_CHECKING:
@@ -47,10 +47,10 @@ def find_first_file(source: Source, load_config: LoadConfig) -> GGUFFiles:
     listing = source.list()
     names, skipped = [], {}
     for info in listing:
-        if "/" in info.name or not any(fnmatchcase(info.name, pattern) for pattern in patterns):
+        if "/" in info.name or first_fit(info.name, patterns) is None:
             if kind_of(info.name) is not None:
                 skipped[info.name] = "not of this load format"
-        elif any(fnmatchcase(info.name, pattern) for pattern in load_config.ignore_patterns):
+        elif first_fit(info.name, load_config.ignore_patterns) is not None:
             skipped[info.name] = "ignore_patterns has it"
         elif info.name.startswith("mmproj"):
             skipped[info.name] = "a projector of another modality, not the model"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from loadkit.detect import FORMAT_PATTERNS, detect_load_format, kind_of
 from loadkit.errors import IndexFileError, LoadkitError, NoWeightsError
 from loadkit.file_checks import show
+from loadkit.file_patterns import first_fit
 from loadkit.json_safe import parse_json
 from loadkit.sources.paths import check_name
 
@@ -32,7 +33,7 @@ def is_small(info: FileInfo, load_config: LoadConfig) -> bool:
         "/" not in info.name
         and info.size <= SMALL
         and any(fnmatchcase(name, pattern) for pattern in patterns)
-        and not any(fnmatchcase(info.name, ignored) for ignored in load_config.ignore_patterns)
+        and first_fit(info.name, load_config.ignore_patterns) is None
     )
 
 
@@ -43,7 +44,7 @@ def weight_names(listing: Sequence[FileInfo], load_config: LoadConfig) -> list[s
     """
     if load_config.allow_patterns_overrides is not None:
         patterns = load_config.allow_patterns_overrides
-        return [i.name for i in listing if any(fnmatchcase(i.name, p) for p in patterns)]
+        return [info.name for info in listing if first_fit(info.name, patterns) is not None]
     wanted = load_config.load_format
     if wanted in ("auto", "hf"):
         try:
