@@ -216,8 +216,6 @@ class BitsAndBytesModelLoader(BaseModelLoader):
 
 def _placed(found: Survey, kept: Collection[str], offers: Iterator[Named]) -> Iterator[Named]:
     """Tensors under the names of parameters; matrices that are not ``kept`` packed as numbers."""
-    from loadkit_bitsandbytes.decode import decoded
-
     waiting: dict[str, dict[str, torch.Tensor]] = {}
     wanted: dict[str, set[str]] = {}
     for name, (base, role) in found.roles.items():
@@ -242,7 +240,14 @@ def _placed(found: Survey, kept: Collection[str], offers: Iterator[Named]) -> It
                 continue
             waiting.setdefault(base, {})[role] = tensor
         if base not in kept and waiting.get(base, {}).keys() == wanted.get(base):
-            yield ShardedName(base, like=base), decoded(matrix, waiting.pop(base))
+            yield ShardedName(base, like=base), _decoded(matrix, waiting.pop(base))
+
+
+def _decoded(matrix: StoredMatrix, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """A matrix's numbers; torch takes 0.3 s of CPU to register the operator behind them."""
+    from loadkit_bitsandbytes.decode import decoded
+
+    return decoded(matrix, parts)
 
 
 def _called(base: str, role: str) -> str:
