@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NoReturn
 
@@ -16,7 +16,7 @@ from loadkit.tracing.lazy_tensor import LazyTensor, Offered
 from loadkit.tracing.storage import FileLeaf, Storage, Unwritten, Value, Write
 from loadkit.tracing.view import contiguous
 from loadkit_dcp.items import Item, ItemReader
-from loadkit_dcp.metadata import Box, Metadata, Tensor, read_metadata
+from loadkit_dcp.metadata import Box, Metadata, Place, Tensor, read_metadata
 from loadkit_dcp.partition import fault_of
 from loadkit_dcp.select import choose
 
@@ -128,6 +128,8 @@ def open_checkpoint(source: Source, weights_key: str | None) -> Checkpoint:
                 index=list(fault.at),
             )
     reader = ItemReader()
+    for data, places in _places(source, tensors.values()):
+        reader.expect(data, places)
     items: dict[str, list[tuple[Box, Item]]] = {}
     shapes: dict[str, Tensor] = {}
     for tensor in sorted(tensors.values(), key=_in_file_order):
@@ -182,6 +184,18 @@ def _joined(found: Sequence[Metadata], name: str) -> Tensor:
         for box in tensor.boxes:
             boxes.setdefault((box.offsets, box.sizes), box)
     return replace(first, boxes=tuple(boxes.values()))
+
+
+def _places(source: Source, tensors: Iterable[Tensor]) -> Iterator[tuple[File, list[Place]]]:
+    """What will be asked of each data file."""
+    found: dict[str, list[tuple[Tensor, Place]]] = {}
+    for tensor in tensors:
+        for box in tensor.boxes:
+            if box.place is not None:
+                found.setdefault(box.place.file, []).append((tensor, box.place))
+    for name, wanted in sorted(found.items()):
+        tensor, place = min(wanted, key=lambda one: one[1].offset)
+        yield _opened(source, tensor, name, place.offset), [place for _, place in wanted]
 
 
 def _in_file_order(tensor: Tensor) -> tuple[str, int]:

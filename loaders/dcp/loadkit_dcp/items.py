@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,6 +18,7 @@ from loadkit.torch_archive.lazies import OddTensor
 from loadkit.torch_archive.tensors import Selected, place_tensors
 from loadkit.torch_archive.values import TensorRef, kind_of
 from loadkit.torch_archive.zip_directory import read_directory
+from loadkit_dcp.windows import Windows, windows_of
 
 if TYPE_CHECKING:
     from loadkit.base_loader import Checksum
@@ -31,11 +32,11 @@ _AGAIN = "the file is damaged, incomplete or of another save; copy it again, or 
 
 
 class Part(File):
-    """Some bytes of a file, as if they were one."""
+    """Some bytes of a file, as if they were one. ``windows``: ranges of it that are here."""
 
-    def __init__(self, file: File, start: int, size: int) -> None:
+    def __init__(self, file: File, start: int, size: int, windows: Windows | None = None) -> None:
         self.name, self.path, self.size = file.name, file.path, size
-        self._file, self._start = file, start
+        self._file, self._start, self._windows = file, start, windows
 
     @property
     def local(self) -> bool:
@@ -54,7 +55,9 @@ class Part(File):
                 file=self.name,
                 offset=self._start + offset,
             )
-        return self._file.read(self._start + offset, nbytes)
+        at = self._start + offset
+        found = None if self._windows is None else self._windows.read(at, nbytes)
+        return self._file.read(at, nbytes) if found is None else found
 
     def check_unchanged(self) -> None:
         self._file.check_unchanged()
@@ -82,8 +85,19 @@ class ItemReader:
     """Reads what items say of themselves; no byte of a tensor."""
 
     def __init__(self) -> None:
+        self._windows: dict[str, Windows] = {}
         self._headers: dict[tuple[str, int], SafetensorsHeader] = {}
         self._shards: dict[tuple[str, int], Mapping[str, Any]] = {}
+
+    def expect(self, file: File, places: Iterable[Place]) -> None:
+        """Of a remote file, fetch the ends of items that will be asked for.
+
+        Raises:
+            ReadFailure: the server, or the way to it, failed.
+        """
+        if not file.local:
+            ends = [(place.offset, place.length) for place in places]
+            self._windows[file.name] = windows_of(file, ends)
 
     def item(self, file: File, tensor: Tensor, box: Box, place: Place) -> Item:
         """A box's item, which has to be of the tensor's dtype and the box's size.
@@ -108,7 +122,7 @@ class ItemReader:
                 hint=_AGAIN,
             )
         try:
-            if file.read(place.offset, 2) == b"PK":
+            if self._part(file, place.offset, 2).read(0, 2) == b"PK":
                 found = self._archived(file, tensor, place)
             else:
                 found = self._listed(file, tensor, box, place)
@@ -128,7 +142,7 @@ class ItemReader:
 
     def _archived(self, file: File, tensor: Tensor, place: Place) -> Item:
         """An archive of ``torch.save``, of one tensor."""
-        part = Part(file, place.offset, place.length)
+        part = self._part(file, place.offset, place.length)
         records, directory = read_directory(part)
         contents = read_contents(part, records, directory)
         ref = contents.value
@@ -150,7 +164,7 @@ class ItemReader:
         """A tensor of the safetensors file that lies in the file from ``place.offset`` on."""
         key = file.name, place.offset
         if key not in self._headers:
-            header = read_header(Part(file, place.offset, file.size - place.offset))
+            header = read_header(self._part(file, place.offset, file.size - place.offset))
             self._headers[key] = header
             self._shards[key] = _shards(header, file.name)
         info = next((one for one in self._tensors(key) if one.name == tensor.name), None)
@@ -164,6 +178,9 @@ class ItemReader:
         if DTYPES[info.dtype][0] == 4:
             shape = (*shape[:-1], shape[-1] // 2)
         return Item(replace(info, file=file, offset=place.offset + info.offset, shape=shape))
+
+    def _part(self, file: File, start: int, size: int) -> Part:
+        return Part(file, start, size, self._windows.get(file.name))
 
     def _tensors(self, key: tuple[str, int]) -> tuple[TensorInfo, ...]:
         return tuple(self._headers[key].tensors)

@@ -43,7 +43,7 @@ class DcpLoader(BaseModelLoader):
     }
     save_options: ClassVar[Mapping[str, OptionSpec]] = {
         "weights_key": OptionSpec(
-            "weights_key", str, "", "write the tensors as a dict under this key, as trainers do"
+            "weights_key", str, None, "write the tensors as a dict under this key, as trainers do"
         ),
     }
     load_options: ClassVar[frozenset[str]] = frozenset({"weights_key"})

@@ -110,13 +110,15 @@ def save_model(
     )
 
 
-def _keys(weights_key: str) -> tuple[str, ...]:
+def _keys(weights_key: str | None) -> tuple[str, ...]:
     """The keys of the dict that the tensors are put into.
 
     Raises:
         OptionError: one of them is empty.
     """
-    keys = tuple(weights_key.split("/")) if weights_key else ()
+    if weights_key is None:
+        return ()
+    keys = tuple(weights_key.split("/"))
     if not all(keys) or not weights_key.isprintable():
         raise OptionError(
             f"weights_key is {weights_key!r}; accepted: a key, or keys with '/' between them",
