@@ -16,6 +16,7 @@ import torch
 
 import loadkit
 from helpers.checkpoints import llama_sd, write_cfg, write_st
+from helpers.hub_server import ask_hub, hub_server
 from loadkit.config import LoadConfig
 from loadkit.errors import FormatError, LoadkitError, OptionError, WriteError
 from loadkit_default.npcache import cache as cache_module
@@ -70,6 +71,26 @@ def test_the_cache_is_made_once_outside_and_reused(
     monkeypatch.setattr(cache_module, "_bytes_of", never)
     monkeypatch.setattr("loadkit_default.loader.DefaultModelLoader._header", never)
     check(source, config(tmp_path))
+
+
+def test_a_repository_of_a_hub_is_fetched_once_by_ranges(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = (source / "pytorch_model.bin").stat().st_size
+    with hub_server(org__toy=source) as hub:
+        ask_hub(hub, tmp_path / "home", monkeypatch)
+        for first in (True, False):
+            hub.requests.clear()
+            result = loadkit.load("org/toy", load_config=config(tmp_path))
+            assert result.model.get_parameter("model.norm.weight").equal(SD["model.norm.weight"])
+            assert result.report.bytes_read == result.plan.bytes_to_read
+            assert (hub.bytes_of("pytorch_model.bin") >= 0.5 * size) == first
+    assert not list((tmp_path / "home").rglob("pytorch_model.bin"))
+
+
+def test_a_stream_keeps_no_cache(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"stream keeps no local copy.*npcache"):
+        loadkit.plan("s3://bucket/folder", load_config=config(tmp_path, stream=True))
 
 
 def test_numpy_reads_the_files_too(source: Path, tmp_path: Path) -> None:

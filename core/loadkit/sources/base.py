@@ -64,6 +64,9 @@ class File(ABC):
         """
         into[:] = self.read(offset, len(into))
 
+    def came(self, nbytes: int) -> None:  # noqa: B027
+        """Count bytes of a remote file that a reader fetched by itself, without ``read``."""
+
     def fileno(self) -> int:
         """An open descriptor, for local files. It stays open until ``close``."""
         raise NotImplementedError(f"{type(self).__name__} has no file descriptor")

@@ -55,6 +55,8 @@ class RunaiReader(LibraryReader):
             for item, failure in self._streamer.answers(wanted, paths):
                 if failure is not None:
                     raise _error(item, failure)
+                if not item.file.local:
+                    item.file.came(item.nbytes)
                 landed(item.nbytes)
         except BaseException:
             self._streamer.end()

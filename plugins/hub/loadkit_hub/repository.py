@@ -59,6 +59,7 @@ class Repository(Source):
         self._prefix = ""
         self._infos: dict[str, FileInfo] = {}  # by their name in the repository
         self._files: dict[str, File] = {}  # by their name relative to the root
+        self._adopted: set[str] = set()
         self._here: LocalSource | None = None
         self._lock = threading.RLock()
 
@@ -170,6 +171,11 @@ class Repository(Source):
             raise PathError(f"{show(name)} is no file of this machine", file=name)
         return file
 
+    def adopt(self, file: File) -> None:
+        with self._lock:
+            self._files[file.name] = file
+            self._adopted.add(file.name)
+
     def opened(self) -> Sequence[File]:
         """The files that are open, by name."""
         with self._lock:
@@ -183,6 +189,7 @@ class Repository(Source):
             IntegrityError: a file came with another digest than the hub lists.
             WriteError: there is no room, or no right to write.
         """
+        names = [name for name in names if name not in self._adopted]
         if self.load_config.stream or not names:
             return
         missing = [name for name in names if not self._has(self._prefix + name)]

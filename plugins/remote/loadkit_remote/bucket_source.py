@@ -78,7 +78,7 @@ class BucketSource(RemoteSource):
             return [FileInfo(name, pin.size) for name, pin in self._pins.items()]
         found: dict[str, RemoteFile] = {}
         try:
-            found[self.single] = self.open(self.single)
+            found[self.single] = self.remote(self.single)
         except ReadError as error:
             if error.errno is None:
                 raise

@@ -49,7 +49,7 @@ def folder_of(load_config: LoadConfig, shown: str) -> Path:
     if load_config.cache_dir is not None:
         root = Path(load_config.cache_dir).expanduser()
     else:
-        own = os.environ.get("XDG_CACHE_HOME")
+        own = os.environ.get("LOADKIT_CACHE") or os.environ.get("XDG_CACHE_HOME")
         root = Path(own or Path("~/.cache").expanduser()) / "loadkit"
     plain = re.sub(r"[^A-Za-z0-9.]+", "-", shown.partition("?")[0]).strip("-.")[-80:]
     digest = hashlib.sha256(shown.encode("utf-8", "surrogatepass")).hexdigest()[:16]

@@ -73,7 +73,7 @@ class HttpSource(RemoteSource):
         """
         if self.single is not None:
             try:
-                found = {self.single: self.open(self.single)}
+                found = {self.single: self.remote(self.single)}
             except ReadError as error:
                 if error.errno is None:
                     raise

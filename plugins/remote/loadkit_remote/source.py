@@ -11,7 +11,7 @@ from loadkit.config import LoadConfig
 from loadkit.errors import DownloadError, OptionError, PathError, ReadError
 from loadkit.file_checks import show
 from loadkit.progress import Progress
-from loadkit.sources.base import FileInfo, Source
+from loadkit.sources.base import File, FileInfo, Source
 from loadkit.sources.paths import check_name
 from loadkit.sources.shown import shown_source
 from loadkit_remote.answers import Pin, Transport
@@ -60,6 +60,7 @@ class RemoteSource(Source):
         self._lock = threading.Lock()
         self._listing_lock = threading.Lock()  # held while files are opened
         self._open: dict[str, RemoteFile] = {}
+        self._adopted: dict[str, File] = {}
         self._listing: list[FileInfo] | None = None
         self._given = uri
         self._transfers = Transfers(self.make_transport(uri), load_config)
@@ -97,7 +98,17 @@ class RemoteSource(Source):
                 self._listing = sorted(self.find(), key=lambda info: info.name)
             return self._listing
 
-    def open(self, name: str) -> RemoteFile:
+    def open(self, name: str) -> File:
+        """Open a file of the root, or give one that was adopted; later calls give the same one.
+
+        Raises:
+            LoadkitError: as ``remote``.
+        """
+        with self._lock:
+            adopted = self._adopted.get(name)
+        return self.remote(name) if adopted is None else adopted
+
+    def remote(self, name: str) -> RemoteFile:
         """Open a file of the root, once; later calls give the same one.
 
         Raises:
@@ -114,9 +125,14 @@ class RemoteSource(Source):
             made = RemoteFile(name, pin, head, self._transfers)
             return self._open.setdefault(name, made)
 
-    def opened(self) -> Sequence[RemoteFile]:
+    def adopt(self, file: File) -> None:
         with self._lock:
-            return [self._open[name] for name in sorted(self._open)]
+            self._adopted[file.name] = file
+
+    def opened(self) -> Sequence[File]:
+        with self._lock:
+            files = {**self._open, **self._adopted}
+        return [files[name] for name in sorted(files)]
 
     def side_by_side(self, names: Sequence[str]) -> dict[str, RemoteFile]:
         """Those of the files that are there, opened, several at once.
@@ -136,7 +152,7 @@ class RemoteSource(Source):
 
     def _if_there(self, name: str) -> RemoteFile | DownloadError | None:
         try:
-            return self.open(name)
+            return self.remote(name)
         except ReadError as error:
             if error.errno is None:
                 raise
@@ -149,7 +165,8 @@ class RemoteSource(Source):
     def make_local(self, names: Sequence[str]) -> None:
         if self.load_config.stream:
             return
-        files = [file for file in map(self.open, names) if not file.local]
+        remote = [self.remote(name) for name in names if name not in self._adopted]
+        files = [file for file in remote if not file.local]
         folder = folder_of(self.load_config, self.uri)
         total = sum(file.size for file in files)
         shown = self.load_config.use_tqdm_on_load
@@ -168,7 +185,8 @@ class RemoteSource(Source):
 
     def close(self) -> None:
         with self._lock:
-            files, self._open = self._open, {}
-        for file in files.values():
+            files = [*self._open.values(), *self._adopted.values()]
+            self._open, self._adopted = {}, {}
+        for file in files:
             file.close()
         self._transfers.transport.close()

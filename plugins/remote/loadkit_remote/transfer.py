@@ -85,7 +85,7 @@ class Transfers:
                             nbytes = memoryview(piece).nbytes
                             at += nbytes
                             pin = answer.pin
-                            self._count(nbytes)
+                            self.count(nbytes)
                             retries.progressed()
                     pin, end = answer.pin, max(min(end, answer.pin.size), at)
             except Transient as error:
@@ -98,7 +98,8 @@ class Transfers:
                 refreshed = self._refreshes
         return pin
 
-    def _count(self, nbytes: int) -> None:
+    def count(self, nbytes: int) -> None:
+        """Add bytes that arrived."""
         with self._lock:
             self.nbytes += nbytes
 

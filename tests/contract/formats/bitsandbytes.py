@@ -23,6 +23,8 @@ class BitsAndBytes(MatrixFormat):
     # and the rounding to bfloat16.
     bound = 0.16
     zero_copy = True
+    streamed = True
+    remote_plan = True  # headers, and the states of quantised tensors, which are small ones
     save = True
 
     def write(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from loadkit.base_loader import Checksum
+from loadkit.errors import OptionError
 from loadkit.tracing.lazy_tensor import Offered
 from loadkit_default.loader import DefaultModelLoader
 from loadkit_default.npcache.cache import Cache, cache_of
@@ -15,6 +16,7 @@ from loadkit_default.weight_files import find_weight_files
 if TYPE_CHECKING:
     import torch
 
+    from loadkit.config import LoadConfig
     from loadkit.model_config import ModelConfig
     from loadkit.tensor_info import TensorInfo
 
@@ -35,6 +37,15 @@ class NpcacheModelLoader(DefaultModelLoader):
 
     cache: Cache | None = None
     _cached: list[TensorInfo] | None = None
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        super().__init__(load_config)
+        if load_config.stream:
+            raise OptionError(
+                "LoadConfig.stream keeps no local copy, and load format 'npcache' makes one",
+                detail={"options": ["stream", "load_format"]},
+                hint="leave one of them out",
+            )
 
     def download_model(self, model_config: ModelConfig) -> None:
         """Make the cache, if it is not there, and read what it says it holds."""
