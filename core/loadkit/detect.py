@@ -10,7 +10,7 @@ The rules, in this order; the first that fits decides:
    ``.gguf`` or ``consolidated*`` files lie beside it);
 4. only ``consolidated*.safetensors``: ``mistral``;
 5. ``*.bin``, ``*.pt``, ``*.pth`` besides training state: ``pt``;
-6. ``*.gguf``: ``gguf``; 7. ``*.tensors``: ``tensorizer``; 8. ``*.distcp``: ``dcp``.
+6. ``*.gguf``: ``gguf``; 7. ``*.tensors``: ``tensorizer``; 8. ``*.distcp``, ``.metadata``: ``dcp``.
 
 In a folder, variants, adapters and training state never decide. A ``quant_method`` of config.json
 that is a load format of its own (``bitsandbytes``, ``gguf``) decides where its files are there, and
@@ -48,7 +48,7 @@ FORMAT_PATTERNS: dict[str, tuple[str, ...]] = {
     "pt": ("*.bin", "*.pt", "*.pth"),
     "gguf": ("*.gguf",),
     "tensorizer": ("*.tensors",),
-    "dcp": ("*.distcp",),
+    "dcp": ("*.distcp", ".metadata", "__[0-9]*.metadata"),
 }
 _TRAINING = re.compile(
     r"(optimizer|scheduler|scaler|training_args|trainer_state|rng_state|random_states|"

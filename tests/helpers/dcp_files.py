@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import warnings
 from collections.abc import Mapping
@@ -10,9 +11,29 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
-__all__ = ["edited", "read_back", "write_dcp"]
+from helpers.checkpoints import write_cfg
+from loadkit.testing import write_checkpoint
+from loadkit.testing.loader_case import bits
+
+__all__ = [
+    "CONFIG",
+    "SIZES",
+    "check_equal",
+    "edited",
+    "plain_folder",
+    "read_back",
+    "trainer_folder",
+    "write_dcp",
+]
+
+SIZES = {"hidden": 48, "heads": 6, "kv_heads": 3, "ffn": 96, "vocab": 120}
+CONFIG = {
+    "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3,
+    "intermediate_size": 96, "vocab_size": 120,
+}  # fmt: skip
 
 
 def write_dcp(folder: Path, state: Mapping[str, Any], **writer: Any) -> Path:
@@ -21,6 +42,30 @@ def write_dcp(folder: Path, state: Mapping[str, Any], **writer: Any) -> Path:
         warnings.simplefilter("ignore")  # that there is one process only
         dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(folder, **writer), no_dist=True)
     return folder
+
+
+def plain_folder(folder: Path, weights: Mapping[str, torch.Tensor], **config: Any) -> Path:
+    """The same weights as safetensors."""
+    folder.mkdir(exist_ok=True)
+    write_cfg(folder, **{**CONFIG, **config})
+    values = json.loads((folder / "config.json").read_text())
+    return write_checkpoint(folder, weights, values)
+
+
+def trainer_folder(folder: Path, weights: Mapping[str, torch.Tensor]) -> Path:
+    """A model's dict beside an optimizer's, and a number."""
+    optim = {"state": {name: {"exp_avg": one} for name, one in weights.items()}}
+    write_dcp(folder, {"model": dict(weights), "optim": optim, "step": 3})
+    write_cfg(folder, **CONFIG)
+    return folder
+
+
+def check_equal(found: nn.Module, wanted: nn.Module) -> None:
+    """Every parameter, bit for bit."""
+    theirs = dict(wanted.named_parameters())
+    assert len(theirs) == len(list(found.parameters()))
+    for name, param in found.named_parameters():
+        assert torch.equal(bits(param), bits(theirs[name])), name
 
 
 def read_back(folder: Path, like: Mapping[str, torch.Tensor], key: str = "") -> dict[str, Any]:
