@@ -166,7 +166,11 @@ class Cache:
                 )
             file = LocalFile(each.file, str(self.folder / each.file))
             source.adopt(file)
-        header = read_npy_header(file)
+        try:
+            header = read_npy_header(file)
+        except FormatError as error:
+            error.tensor = error.tensor or each.name  # the first of those that are in it
+            raise
         if header.descr != "|u1" or len(header.shape) != 1:
             raise FormatError(
                 f"{show(file.name)} holds {header.descr} {list(header.shape)}, not a row of bytes",
