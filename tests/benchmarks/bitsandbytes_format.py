@@ -1,8 +1,9 @@
 """bitsandbytes checkpoints against transformers' own load: ``bitsandbytes_format.py [--layers N]``.
 
 ``prequantised``: the same nf4 folder, loaded by both. ``online``: the same plain folder, quantised
-to nf4 by both while it loads. Both end with every page of the weights touched. By itself it prints
-one table, seconds the best of three with imports excluded; ``run_all.py`` races it.
+to nf4 by both while it loads. All end with every page of the weights touched. bitsandbytes alone
+makes no model: its own calls on what ``safetensors`` mapped. By itself it prints one table, seconds
+the best of three with imports excluded; ``run_all.py`` races it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ if __name__ == "__main__":
 
 import torch
 
+from benchmarks.generate import CACHE
 from benchmarks.harness import Variant
 
 Go = Callable[[], Any]
@@ -53,6 +55,11 @@ def write_folders(root: Path, layers: int) -> tuple[Path, Path]:
     return plain, packed
 
 
+def _toy(online: bool) -> str:
+    """A folder of one layer: a load of it does the lazy imports, which are not measured."""
+    return str(write_folders(CACHE, 1)[0 if online else 1])
+
+
 def library(folder: str, online: bool) -> Go:
     """``AutoModelForCausalLM.from_pretrained`` on the CPU."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -65,29 +72,64 @@ def library(folder: str, online: bool) -> Go:
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
         )
 
-    def go() -> Any:
-        return _touched(AutoModelForCausalLM.from_pretrained(folder, **options))
+    def load(where: str) -> Any:
+        return _touched(AutoModelForCausalLM.from_pretrained(where, **options))
 
-    return go
+    load(_toy(online))
+    return lambda: load(folder)
+
+
+def alone(folder: str, online: bool) -> Go:
+    """``quantize_4bit`` of each linear layer's matrix, or ``QuantState.from_dict`` of each."""
+    import bitsandbytes.functional as functional
+    from safetensors.torch import load_file
+
+    from helpers.bitsandbytes_files import is_linear
+
+    path = str(Path(folder) / "model.safetensors")
+
+    def quantised() -> list[torch.Tensor]:
+        found = []
+        for name, tensor in load_file(path).items():
+            if is_linear(name):
+                codes, state = functional.quantize_4bit(tensor, quant_type="nf4")
+                found += [codes, state.absmax]
+            else:
+                found.append(tensor)
+        return found
+
+    def stored() -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        parts: dict[str, dict[str, torch.Tensor]] = {}
+        for name, tensor in load_file(path).items():
+            matrix, dot, _ = name.partition("_proj.weight.")
+            if dot:
+                parts.setdefault(matrix, {})[name] = tensor
+            else:
+                found.append(tensor)
+        states = [functional.QuantState.from_dict(each, device="cpu") for each in parts.values()]
+        return found + [state.absmax for state in states]
+
+    return quantised if online else stored
 
 
 def ours(folder: str, online: bool) -> Go:
     """``loadkit.load_model``."""
-
     import loadkit
     from loadkit.config import LoadConfig
 
     importlib.import_module("bitsandbytes")
     quantization = "bitsandbytes" if online else None
 
-    def go() -> Any:
+    def load(where: str) -> Any:
         config = LoadConfig(use_tqdm_on_load=False)
         model = loadkit.load_model(
-            folder, quantization=quantization, dtype="bfloat16", load_config=config
+            where, quantization=quantization, dtype="bfloat16", load_config=config
         )
         return _touched(model)
 
-    return go
+    load(_toy(online))
+    return lambda: load(folder)
 
 
 def _touched(model: torch.nn.Module) -> torch.nn.Module:
@@ -99,12 +141,13 @@ def _touched(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def variants(plain: Path, packed: Path) -> list[Variant]:
-    """transformers and loadkit, of the quantised folder and of the plain one."""
+    """All three, of the quantised folder and of the plain one."""
     found = []
     for online, folder, word in ((False, packed, "nf4 folder"), (True, plain, "quantising")):
         args = {"folder": str(folder), "online": online}
-        needs = ("bitsandbytes", "transformers", "accelerate")
-        for name, call in (("transformers", "library"), ("loadkit", "ours")):
+        calls = {"bitsandbytes alone": "alone", "transformers": "library", "loadkit": "ours"}
+        for name, call in calls.items():
+            needs = ("bitsandbytes", *(("transformers", "accelerate") if call == "library" else ()))
             found.append(Variant(f"{name}, {word}", f"bitsandbytes_format:{call}", args, needs))
     return found
 

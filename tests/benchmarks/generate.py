@@ -14,6 +14,7 @@ from typing import Any
 __all__ = [
     "FULL",
     "MANY",
+    "MIDDLE",
     "MOE",
     "MOE_SMALL",
     "MOE_TOY",
@@ -149,6 +150,7 @@ class Moe:
 
 
 FULL = Llama("llama-6g", 28, 3072, 24, 8, 8192, 128256, 5)  # 254 tensors, 5.98 GiB
+MIDDLE = Llama("llama-2g", 22, 2048, 32, 4, 5632, 32000, 3)  # 200 tensors, 1.93 GiB
 SMALL = Llama("llama-small", 14, 1280, 20, 4, 3584, 16384, 3)  # 128 tensors, 0.51 GiB
 TINY = Llama("llama-tiny", 8, 768, 12, 4, 2048, 16384, 2)  # 74 tensors, 0.12 GiB
 TOY = Llama("llama-toy", 2, 64, 4, 2, 96, 256, 2)  # to have lazy imports done

@@ -109,5 +109,6 @@ def load_variants(path: Path) -> list[Variant]:
     at = {"path": str(path)}
     return [
         Variant("transformers", "gguf_packed:transformers", at),
+        Variant("gguf-py, tensors alone", "gguf_export:decoded_by_gguf_py", at),
         Variant("loadkit", "gguf_packed:loadkit", at),
     ]

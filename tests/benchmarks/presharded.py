@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.dense import reported
 from benchmarks.generate import CACHE, TOY, written
 
-__all__ = ["loadkit", "save", "saved", "variants"]
+__all__ = ["loadkit", "safetensors", "save", "saved", "variants"]
 
 Go = Callable[[], Any]
 
@@ -69,11 +69,36 @@ def one_buffer(folder: str) -> Go:
     return timed
 
 
+def safetensors(folder: str) -> Go:
+    """``load_file`` of every file, assigned to the same model on meta: its tensors are mapped."""
+    _assigned(saved(written(TOY)))
+    return lambda: _assigned(Path(folder))
+
+
+def _assigned(folder: Path) -> Any:
+    from safetensors.torch import load_file
+
+    from benchmarks.dense import real_model
+    from loadkit.build import parameters_on_meta
+
+    with parameters_on_meta():
+        model = real_model(folder)
+    state: dict[str, Any] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        state |= load_file(str(path))
+    found = model.load_state_dict(state, strict=False, assign=True)
+    if found.unexpected_keys or set(found.missing_keys) - {"lm_head.weight"}:
+        raise RuntimeError(f"other names: {found}")
+    model.lm_head.weight = model.model.embed_tokens.weight  # tied
+    return model
+
+
 def variants(folder: Path) -> list[dict[str, Any]]:
     """Every variant, as keyword arguments of ``Variant``."""
     at = {"folder": os.fspath(folder)}
     return [
         {"name": "reading into one buffer", "call": "presharded:one_buffer", "args": at},
+        {"name": "safetensors, assigned", "call": "presharded:safetensors", "args": at},
         {"name": "loadkit, sharded_state", "call": "presharded:loadkit", "args": at},
     ]
 

@@ -13,7 +13,7 @@ from benchmarks.harness import Benchmark, Claim, Figures, Variant
 
 __all__ = [
     *("cold", "copies", "dense_race", "libraries", "moe_race", "presharded_race"),
-    *("tp4_race", "tp_cold", "tp_race"),
+    *("ratio", "tp4_race", "tp_cold", "tp_race"),
 ]
 
 Rows = Mapping[str, Figures]
@@ -230,5 +230,7 @@ def presharded_race(small: bool) -> Benchmark:
         claims=[
             Claim("read step / reading into one buffer",
                   lambda r: ratio(r, ours, buffer, "read_s"), most=0.02),
+            Claim("touched: loadkit / safetensors",
+                  lambda r: ratio(r, ours, "safetensors, assigned"), most=1.05),
         ],
     )  # fmt: skip

@@ -16,15 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import (
-    bitsandbytes_format,
-    generate,
-    gguf_decode,
-    gguf_packed,
-    pt_catalogue,
-    races,
-    tensorizer_format,
-)
+from benchmarks import generate, races
+from benchmarks.format_races import FORMAT_RACES
 from benchmarks.harness import (
     Benchmark,
     Figures,
@@ -82,94 +75,6 @@ def plan(small: bool) -> Benchmark:
     )
 
 
-def gguf_types(small: bool) -> Benchmark:
-    """Every quantised ggml type: millions of elements per second; the ratio is of all together."""
-    variants = gguf_decode.decode_variants(1 << 21 if small else 1 << 22)
-    return Benchmark(
-        "gguf-decode", variants, base="gguf-py", columns=("seconds", *gguf_decode.TYPES)
-    )
-
-
-def gguf_header(small: bool) -> Benchmark:
-    """A GGUF header with a great vocabulary."""
-    generate.CACHE.mkdir(parents=True, exist_ok=True)
-    tokens = 20_000 if small else 150_000
-    path = gguf_decode.write_header(generate.CACHE / f"vocabulary-{tokens}.gguf", tokens)
-    return Benchmark(
-        "gguf-header",
-        gguf_decode.header_variants(path),
-        base="gguf-py",
-        files=[path],
-        columns=("cpu_s", "returned_s", "anon_mib", "tensors"),
-    )
-
-
-def packed(small: bool) -> Benchmark:
-    """A GGUF load that keeps blocks packed, against reading the file once."""
-    path = gguf_packed.smollm2()
-    return Benchmark(
-        "gguf-packed",
-        gguf_packed.packed_variants(path),
-        base="reading the file once",
-        files=[path],
-        columns=("cpu_s", "returned_s", "touched_s", "anon_mib", "read_gib", "gib"),
-    )
-
-
-def gguf_load(small: bool) -> Benchmark:
-    """SmolLM2 from its GGUF file to a ready model in bfloat16: CPU seconds besides imports."""
-    path = gguf_packed.smollm2()
-    return Benchmark(
-        "gguf-load",
-        gguf_packed.load_variants(path),
-        base="transformers",
-        files=[path],
-        columns=("cpu_s", "returned_s", "anon_mib", "gib"),
-        end="cpu_s",
-        most=1 if small else 3,
-    )
-
-
-def pt_archive(small: bool) -> Benchmark:
-    """What is in a ``.bin`` of 20,000 tensors."""
-    generate.CACHE.mkdir(parents=True, exist_ok=True)
-    count = 20_000
-    path = pt_catalogue.write_many(generate.CACHE / f"many-{count}.bin", count)
-    return Benchmark(
-        "pt-catalogue",
-        pt_catalogue.catalogue_variants(path),
-        base="torch.load",
-        files=[path],
-        columns=("cpu_s", "returned_s", "anon_mib", "tensors"),
-    )
-
-
-def bitsandbytes_folders(small: bool) -> Benchmark:
-    """A quantised folder, and a plain one that is quantised while it loads, by transformers too."""
-    plain, packed = bitsandbytes_format.write_folders(generate.CACHE, 8 if small else 32)
-    return Benchmark(
-        "bitsandbytes",
-        bitsandbytes_format.variants(plain, packed),
-        base="transformers, nf4 folder",
-        files=[plain / "model.safetensors", packed / "model.safetensors"],
-        columns=("cpu_s", "returned_s", "touched_s", "anon_mib"),
-    )
-
-
-def tensorizer_file(small: bool) -> Benchmark:
-    """A tensorizer file into a module's parameters, with its hashes compared and without."""
-    path = tensorizer_format.write_file(
-        generate.CACHE / f"tensors-{small}.tensors", 256 if small else 2048
-    )
-    return Benchmark(
-        "tensorizer",
-        tensorizer_format.variants(path),
-        base="tensorizer, no hashes",
-        files=[path],
-        columns=("cpu_s", "returned_s", "touched_s", "anon_mib", "gib"),
-    )
-
-
 # name -> what makes it; "dense-cold" and "tp2-cold" are from storage
 BENCHMARKS: dict[str, Callable[[bool], Benchmark]] = {
     "dense": races.dense_race,
@@ -184,13 +89,7 @@ BENCHMARKS: dict[str, Callable[[bool], Benchmark]] = {
     "startup": startup,
     "trace": trace,
     "plan": plan,
-    "gguf-decode": gguf_types,
-    "gguf-header": gguf_header,
-    "gguf-packed": packed,
-    "gguf-load": gguf_load,
-    "pt-catalogue": pt_archive,
-    "bitsandbytes": bitsandbytes_folders,
-    "tensorizer": tensorizer_file,
+    **FORMAT_RACES,
 }
 
 
