@@ -81,8 +81,8 @@ def read_back(folder: Path, like: Mapping[str, torch.Tensor], key: str = "") -> 
 class edited:
     """The metadata of a folder, to be changed inside of a ``with`` and written back after it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / ".metadata"
+    def __init__(self, folder: Path, protocol: int | None = None) -> None:
+        self.path, self.protocol = folder / ".metadata", protocol
 
     def __enter__(self) -> Metadata:
         self.metadata: Metadata = pickle.loads(self.path.read_bytes())
@@ -90,4 +90,4 @@ class edited:
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
-            self.path.write_bytes(pickle.dumps(self.metadata))
+            self.path.write_bytes(pickle.dumps(self.metadata, self.protocol))

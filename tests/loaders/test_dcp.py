@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldProperties
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 import loadkit
@@ -129,6 +130,27 @@ def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
     assert caught.value.code == "E_DUPLICATE"
 
 
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_the_metadata_may_be_a_pickle_of_any_protocol_since_2(
+    protocol: int, tmp_path: Path
+) -> None:
+    write_dcp(tmp_path / "m", {"model": FEW, "step": 3})
+    with edited(tmp_path / "m", protocol) as metadata:
+        assert metadata.storage_meta is not None  # a path is in it
+    assert names_in(tmp_path / "m") == {"a", "b"}
+
+
+def test_the_metadata_of_older_versions_is_read(tmp_path: Path) -> None:
+    """Properties of another class, the least that a version has said of itself, no mapping."""
+    write_dcp(tmp_path / "m", FEW)
+    with edited(tmp_path / "m") as metadata:
+        for name, entry in metadata.state_dict_metadata.items():
+            entry.properties = OldProperties(dtype=FEW[name].dtype)
+        del metadata.storage_meta, metadata.version, metadata.planner_data
+    assert b"_shard.sharded_tensor.metadata" in (tmp_path / "m" / ".metadata").read_bytes()
+    assert names_in(tmp_path / "m") == {"a", "b"}
+
+
 # -- how they are read ---------------------------------------------------------------------------
 
 
@@ -202,6 +224,19 @@ def test_a_remote_plan_reads_what_items_say_of_themselves_and_a_load_its_own_byt
     result = loadkit.load(f"{web.url}/m", parallel=parallel, load_config=config)
     check_equal(result.model, loadkit.load_model(folder, parallel=parallel))
     assert result.report.bytes_read == plan.bytes_to_read
+
+
+def test_a_folder_on_the_web_is_found_by_its_metadata_and_downloaded_for_a_load(
+    web: WebServer, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The names of its files are in no list."""
+    monkeypatch.setenv("LOADKIT_CACHE", str(web.folder / "cache"))
+    folder = write_dcp(web.folder / "m", {"model": weights}, single_file_per_rank=False)
+    write_cfg(folder, **CONFIG)
+    result = loadkit.load(f"{web.url}/m")
+    check_equal(result.model, loadkit.load_model(folder))
+    assert result.report.load_format == "dcp"
+    assert result.report.reader != "range"
 
 
 # -- the config ----------------------------------------------------------------------------------
