@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -81,43 +82,105 @@ def bare_site(site: Path, *names: str) -> None:
         fake_distribution(site, name, f"[loadkit.loaders]\n{points}", version="9.9")
 
 
-def rows_of_site(site: Path) -> dict[str, dict[str, Any]]:
-    """What ``formats`` lists where metadata is found in ``site`` alone."""
+def rows_of_site(*sites: Path) -> list[dict[str, dict[str, Any]]]:
+    """What ``formats`` lists where metadata is found in one folder alone, for each of some."""
     code = (
         "import importlib.metadata as m, sys\n"
+        "from loadkit import entry_index\n"
         "from loadkit.cli import main\n"
         "found = m.distributions\n"
-        f"m.distributions = lambda **k: found(path=[{str(site)!r}], **k)\n"
-        "main(['formats', '--json'])\n"
+        "for site in sys.argv[1:]:\n"
+        "    m.distributions = lambda **k: found(path=[site], **k)\n"
+        "    entry_index.refresh()\n"
+        "    main(['formats', '--json'])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, sites)], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
-    return by_name(json.loads(done.stdout)["formats"])
+    return [by_name(json.loads(line)["formats"]) for line in done.stdout.splitlines()]
 
 
 def test_PLG_03_a_known_format_that_is_missing_says_the_pip_line(site: Path) -> None:
     bare_site(site, "loadkit-default")
-    rows = rows_of_site(site)
+    (rows,) = rows_of_site(site)
     assert rows["tensorizer"]["state"] == "needs pip extra"
     assert rows["tensorizer"]["install"] == 'pip install "loadkit[tensorizer]"'
     assert rows["hf"]["state"] == "ready"
 
 
-def test_removing_one_distribution_changes_only_its_rows(tmp_path: Path) -> None:
+def test_removing_any_distribution_changes_only_its_rows(tmp_path: Path) -> None:
     everything = sorted(set(FORMATS.values()))
-    full = tmp_path / "full"
-    full.mkdir()
-    bare_site(full, *everything)
-    whole = rows_of_site(full)
-    assert {row["state"] for row in whole.values()} == {"ready"}
-    for gone in ("loadkit-default", "loadkit-tensorizer"):
-        folder = tmp_path / gone
+    sites = [tmp_path / "full", *(tmp_path / name for name in everything)]
+    for folder in sites:
         folder.mkdir()
-        bare_site(folder, *(name for name in everything if name != gone))
-        rows = rows_of_site(folder)
+        bare_site(folder, *(name for name in everything if name != folder.name))
+    whole, *others = rows_of_site(*sites)
+    assert {row["state"] for row in whole.values()} == {"ready"}
+    assert {row["version"] for row in whole.values()} == {"9.9"}
+    assert not any(row["install"] for row in whole.values())
+    for gone, rows in zip(everything, others, strict=True):
         changed = {name for name in FORMATS if rows[name] != whole[name]}
         assert changed == {name for name, owner in FORMATS.items() if owner == gone}
-        assert {rows[name]["state"] for name in changed} == {"needs pip extra"}
+        for name in changed:
+            assert rows[name]["state"] == "needs pip extra"
+            assert rows[name]["version"] is None
+            assert rows[name]["install"].startswith("pip install")
+            assert rows[name]["distribution"] == gone
+
+
+LIBRARY_OF = {
+    "bitsandbytes": "bitsandbytes",
+    "tensorizer": "tensorizer",
+    "runai_streamer": "runai-model-streamer",
+    "runai_streamer_sharded": "runai-model-streamer",
+    "fastsafetensors": "fastsafetensors",
+    "instanttensor": "instanttensor",
+    "modelexpress": "modelexpress",
+    "npcache": "numpy",
+    "dcp": "torch",
+}
+
+
+def test_every_row_has_its_library_and_version_its_state_and_its_pip_line(run: Run) -> None:
+    rows = by_name(run("formats", "--json").json()["formats"])
+    text = run("formats").out
+    for name, owner in FORMATS.items():
+        row, library = rows[name], LIBRARY_OF.get(name)
+        assert row["library"] == library, name
+        try:
+            there = None if library is None else version(library)
+        except PackageNotFoundError:
+            there = None
+        assert row["library_version"] == there, name
+        assert row["version"] == version(owner), name
+        assert row["state"] in ("ready", "needs pip extra", "needs CUDA"), (name, row["state"])
+        if library is not None and there is None:
+            assert row["state"] == "needs pip extra", name
+        assert (row["install"] is not None) == (row["state"] == "needs pip extra"), name
+        (line,) = [line for line in text.splitlines() if line.split(" ")[0] == name]
+        for value in (owner, row["version"], library, there, row["state"], row["install"]):
+            assert value is None or value in line, (name, value)
+
+
+def test_a_format_whose_library_is_gone_says_the_pip_line_and_no_other_row_changes(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = by_name(run("formats", "--json").json()["formats"])
+    find = importlib.metadata.version
+
+    def without(name: str) -> str:
+        if name == "tensorizer":
+            raise PackageNotFoundError(name)
+        return find(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", without)
+    after = by_name(run("formats", "--json").json()["formats"])
+    assert {name for name in before if before[name] != after[name]} == {"tensorizer"}
+    row = after["tensorizer"]
+    assert (row["state"], row["library_version"]) == ("needs pip extra", None)
+    assert row["install"] == 'pip install "loadkit[tensorizer]"'
+    assert row["version"] is not None  # our own distribution is there
 
 
 def test_a_distribution_says_the_state_of_its_format(run: Run, site: Path) -> None:
