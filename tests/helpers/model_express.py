@@ -114,17 +114,18 @@ class _Models(model_pb2_grpc.ModelServiceServicer):
                 yield piece
 
     def _pieces(self, path: Path, name: str, request: Any, *, last: bool) -> Iterator[Any]:
-        data, step = path.read_bytes(), request.chunk_size or 32 << 10
-        for at in range(0, max(len(data), 1), step):
-            part = data[at : at + step]
-            end = at + len(part) == len(data)
-            piece = model_pb2.FileChunk(
-                relative_path=name, data=part, offset=at, total_size=len(data),
-                is_last_chunk=end, is_last_file=end and last,
-            )  # fmt: skip
-            if at == 0:
-                piece.commit_hash = self.hub.commit
-            yield piece
+        size, step = path.stat().st_size, request.chunk_size or 32 << 10
+        with path.open("rb") as file:
+            for at in range(0, max(size, 1), step):
+                part = file.read(step)
+                end = at + len(part) == size
+                piece = model_pb2.FileChunk(
+                    relative_path=name, data=part, offset=at, total_size=size,
+                    is_last_chunk=end, is_last_file=end and last,
+                )  # fmt: skip
+                if at == 0:
+                    piece.commit_hash = self.hub.commit
+                yield piece
 
 
 class _Replicas(p2p_pb2_grpc.P2pServiceServicer):

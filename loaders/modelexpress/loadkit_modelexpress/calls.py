@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
 
 RETRIED = frozenset({"UNAVAILABLE", "ABORTED", "RESOURCE_EXHAUSTED"})
-MOST = 5  # attempts in a row without a byte
+MOST = 5  # attempts: each begins a file anew, so bytes that came are no progress
 FIRST_WAIT = 0.25  # seconds before the second attempt; doubled for each later one
 SLOWEST = 64 << 10  # bytes a second; what goes slower uses up its deadline
 
@@ -46,8 +46,6 @@ class Deadline:
         """Something came."""
         self._heard = time.monotonic()
         self._until += nbytes / SLOWEST
-        if nbytes:
-            self.attempts = 0
 
     def begin(self) -> None:
         """Another attempt: the silence is counted anew."""
@@ -164,7 +162,7 @@ def typed(error: Any, deadline: Deadline, server: str, model: str = "") -> Loadk
     if status == "UNAVAILABLE":
         return DownloadError(
             f"{deadline.what}: {where} is not reached, or is not ready{said}",
-            detail={**detail, "unreached": True, "attempts": deadline.attempts},
+            detail={**detail, "unreached": True, "attempts": deadline.attempts + 1},
             hint="see whether it runs; its address is the option server, else MODEL_EXPRESS_URL, "
             "MX_SERVER_ADDRESS, localhost:8001",
         )

@@ -104,7 +104,9 @@ def find_replica(wanted: Wanted, load_config: LoadConfig) -> Replica:
     finally:
         client.close()
     detail = {"server": wanted.server, "rank": wanted.rank, "listed": len(listed), "left": left}
-    told = "; ".join(left[:10]) if left else "the server lists none that is ready"
+    told = "; ".join(left[:10]) or (
+        f"the server lists {len(listed)} of other ranks" if listed else "the server lists none"
+    )
     raise DownloadError(
         f"no replica of {printable(wanted.identity.model_name, 100)} for rank {wanted.rank}: "
         f"{told}",
@@ -128,8 +130,8 @@ def _ranked(listed: Any, wanted: Wanted, left: list[str]) -> list[Any]:
     for one in listed:
         name = f"replica {printable(one.worker_id, 60)}"
         if one.worker_rank != wanted.rank:
-            left.append(f"{name} is rank {one.worker_rank}")
-        elif one.mx_source_id != source_id:
+            continue
+        if one.mx_source_id != source_id:
             left.append(f"{name} serves {printable(one.mx_source_id, 40)}, not {source_id}")
         elif not _compatible(one.accelerator, wanted, known=False):
             left.append(f"{name} is on {printable(one.accelerator, 20)}")

@@ -135,7 +135,7 @@ class ReplicaSource(Source):
         return [*self.first.opened(), self.file]
 
     def make_local(self, names: Sequence[str]) -> None:
-        self.first.make_local(names)
+        self.first.make_local([name for name in names if name != self.file.name])
 
     def close(self) -> None:
         self.file.close()

@@ -62,8 +62,8 @@ class ServedReplica:
         heartbeat.stop()
         try:
             grpc_server.drain_tensor_reads(grace)
-        except TimeoutError:
-            logger.warning("replica %s ends while it is read", self.worker_id)
+        except (TimeoutError, RuntimeError) as error:  # the second: it has ended already
+            logger.warning("replica %s ends while it is read: %s", self.worker_id, error)
         grpc_server.stop(0.5)
         client.close()
         if manager is not None:

@@ -1,0 +1,32 @@
+"""The load format ``modelexpress`` keeps the contract, with files that a server sends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from contract.formats.modelexpress import running, served
+from loadkit.testing import LoaderContract, write_checkpoint
+
+
+class TestModelExpress(LoaderContract):
+    load_format = "modelexpress"
+    read_ahead = 64 << 10
+
+    @pytest.fixture(autouse=True)
+    def _own_cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("MODEL_EXPRESS_CACHE_DIRECTORY", str(tmp_path / "cache"))
+        running()
+
+    def test_what_landed_is_told_to_the_progress_bar(self) -> None:
+        self.load(self.checkpoint())  # downloads have a bar of their own
+        super().test_what_landed_is_told_to_the_progress_bar()
+
+    def write(self, folder: Path, weights: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+        write_checkpoint(folder, weights)
+
+    def source(self, folder: Path) -> str | Path:
+        return served(folder)
