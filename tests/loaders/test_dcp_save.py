@@ -89,7 +89,7 @@ class Odd(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        whole = torch.arange(24, dtype=torch.bfloat16).view(4, 6)
+        whole = torch.arange(24_000, dtype=torch.float32).bfloat16().view(4000, 6)
         self.part = torch.nn.Parameter(whole[1:3])
         self.turned = torch.nn.Parameter(torch.arange(6.0).view(2, 3).t())
         self.one = torch.nn.Parameter(torch.tensor(2.5))
