@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from torch import nn
 
 import loadkit
 from helpers.bad_safetensors import ROWS, write_row
-from helpers.checkpoints import llama_sd, write_cfg
+from helpers.checkpoints import llama_sd, write_cfg, write_llama
 from loadkit.config import LoadConfig
 from loadkit.errors import CheckpointError, LoadkitError, PlanError
 from loadkit.tensor_info import torch_dtype
@@ -231,3 +232,28 @@ def test_fault_9_owned_weights_do_not_follow_a_rewrite_after_the_load(
         opened.write(b"\xff" * file.stat().st_size)
     os.truncate(file, 0)
     assert all(model.state_dict()[k].equal(v) for k, v in before.items())
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+@pytest.mark.parametrize("call", [loadkit.plan, loadkit.load])
+def test_SEC_03_code_in_a_folder_is_never_imported(
+    call: Any, trusted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, ran = tmp_path / "model", tmp_path / "RAN"
+    write_llama(
+        folder,
+        architectures=["EvilForCausalLM"],
+        auto_map={
+            "AutoConfig": "modeling_evil.EvilConfig",
+            "AutoModelForCausalLM": "modeling_evil.EvilForCausalLM",
+        },
+    )
+    text = f"open({str(ran)!r}, 'w').close()\nclass EvilForCausalLM: pass\n"
+    for name in ("modeling_evil", "tokenization_evil", "__init__", "config", "torch", "conftest"):
+        (folder / f"{name}.py").write_text(text)
+    monkeypatch.chdir(folder)
+    with pytest.raises(LoadkitError, match=r"EvilForCausalLM.*auto_map"):
+        call(folder, trust_remote_code=trusted)
+    call(folder, architecture="LlamaForCausalLM", trust_remote_code=trusted)
+    assert not ran.exists()
+    assert str(folder) not in sys.path and "modeling_evil" not in sys.modules

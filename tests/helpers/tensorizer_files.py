@@ -174,6 +174,12 @@ def _dtype(value: bytes) -> Callable[[Container], object]:
     return spoil
 
 
+def _long_dtype(file: Container) -> None:
+    """As long as its length can be said in one byte: what comes after it is a part of it."""
+    for at in (file.dtype_at("first"), file.header("first") + 11 + 2 + 5):
+        file.data[at] = 255
+
+
 def _count(value: int) -> Callable[[Container], object]:
     return _number(lambda _: HEAD - 16, "<Q", value)
 
@@ -203,6 +209,7 @@ ROWS = [
         Row(f"T23-{value.decode()}", _dtype(value), "E_DTYPE")
         for value in (b"|O8", b"<V4", b"<U9", b"<M8", b"abc")
     ),
+    Row("T23-longest", _long_dtype, "E_DTYPE"),
     Row("T25-eof", _location("second", 0, 1 << 20), "E_LAYOUT"),
     Row("T25-max", _location("second", 0, 2**64 - 1), "E_LAYOUT"),
 ]  # fmt: skip

@@ -235,7 +235,8 @@ def test_a_damaged_listing_in_the_cache_is_asked_for_again(
 # -- several processes ---------------------------------------------------------------------------
 
 WORKER = """
-import sys
+import logging, sys
+logging.basicConfig(level=logging.INFO)
 from loadkit.config import LoadConfig
 from loadkit_hub.source import HubSource
 with HubSource("org/toy", LoadConfig(stream=False)) as source:
@@ -249,7 +250,8 @@ with HubSource("org/toy", LoadConfig(stream=False)) as source:
 """
 
 
-def spawned(count: int) -> list[str]:
+def spawned(count: int) -> list[tuple[str, str]]:
+    """What each of some processes said, to both."""
     workers = [
         subprocess.Popen(
             [sys.executable, "-c", WORKER],
@@ -261,7 +263,7 @@ def spawned(count: int) -> list[str]:
     ]
     done = [worker.communicate(timeout=120) for worker in workers]
     assert all(worker.returncode == 0 for worker in workers), [err for _, err in done]
-    return [out for out, _ in done]
+    return done
 
 
 def test_DSC_09_fault_25_processes_that_start_together_fetch_each_file_once(
@@ -272,12 +274,14 @@ def test_DSC_09_fault_25_processes_that_start_together_fetch_each_file_once(
             time.sleep(0.3)
 
     hub.answer = slow
-    outs = spawned(4)
+    said = spawned(8)
     digests = [
         f"{name} {hashlib.sha256((tmp_path / 'toy' / name).read_bytes()).hexdigest()}"
         for name in SHARDS
     ]
-    assert all(out.split("\n")[:-1] == digests for out in outs)
+    assert all(out.split("\n")[:-1] == digests for out, _ in said)
+    waited = ["waiting for another process, which holds" in log for _, log in said]
+    assert sum(waited) >= 4  # those that began while the first was at it
     fetched = {name: count for name, count in hub.fetched().items() if name in SHARDS}
     assert fetched == dict.fromkeys(SHARDS, 1)
     assert not [p for p in repo_of(tmp_path).rglob("*") if "incomplete" in p.name]

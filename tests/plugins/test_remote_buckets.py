@@ -22,6 +22,7 @@ from loadkit.cli import main
 from loadkit.config import LoadConfig, ParallelConfig
 from loadkit.errors import DownloadError, OptionError, PathError
 from loadkit.sources import open_source
+from loadkit.testing.watching import landed_bytes
 from loadkit_remote import patience
 from loadkit_remote.source import MAX_LISTED
 
@@ -284,7 +285,7 @@ def test_fault_19_a_silent_bucket_ends_at_the_deadline(bucket: WebServer, data: 
 
 @pytest.mark.slow
 def test_fault_23_a_slow_bucket_that_resets_is_bounded_and_whole(
-    bucket: WebServer, tmp_path: Path
+    bucket: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """1 MB a second for each connection, broken off after each half of a megabyte."""
     state = write_llama(
@@ -292,9 +293,12 @@ def test_fault_23_a_slow_bucket_that_resets_is_bounded_and_whole(
     )
     bucket.rate = 1e6
     bucket.always = lambda noted: cut(500_000) if noted.name == "model.safetensors" else None
+    monkeypatch.setattr("loadkit.readers.range.REQUEST", 1 << 20)  # what the bar is told of
     start = time.monotonic()
-    result = loadkit.load("s3://b/m", load_config=LoadConfig(stream=True))
+    with landed_bytes() as told:
+        result = loadkit.load("s3://b/m", load_config=LoadConfig(stream=True))
     assert time.monotonic() - start < 60
+    assert sum(told) == result.report.bytes_read and len(told) > 4  # progress while it goes on
     assert torch.equal(result.model.get_parameter("model.norm.weight"), state["model.norm.weight"])
 
 
