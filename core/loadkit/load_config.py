@@ -107,7 +107,7 @@ class LoadConfig:
     missing_ok: Mapping[str, str] = option(
         (dict, tuple), FrozenDict(), "parameters that may stay unwritten: pattern -> reason"
     )
-    weights_key: str | None = option(str, None, "key of the state dict inside a .pt archive")
+    weights_key: str | None = option(str, None, "key of the state dict inside a .pt or dcp file")
     pt_load_map_location: str | Mapping[str, str] = option(
         (str, dict), "cpu", "device map of .pt archives"
     )

@@ -278,6 +278,13 @@ def test_inspect_lists_boxes_by_the_metadata_alone(
     assert found["metadata"][".metadata"]["version"] == "1.0.0"
 
 
+def test_inspect_follows_weights_key(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(folder), "--json", "--set", "weights_key=model"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["tensors"]) == 21
+    assert "model.norm.weight" in {row["name"] for row in found["tensors"]}
+
+
 def test_a_folder_without_metadata_says_so(folder: Path) -> None:
     (folder / ".metadata").unlink()
     with pytest.raises(FormatError, match=r"and no \.metadata, which says what is in them"):

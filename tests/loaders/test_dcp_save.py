@@ -24,6 +24,7 @@ from loadkit.errors import (
     OptionError,
     UsageError,
 )
+from loadkit.report import PeakMeter
 from loadkit.testing.loader_case import bits
 
 
@@ -177,3 +178,19 @@ def test_without_a_config_tensors_are_converted_by_the_checkpoints_names(
     assert report.tensors == len(weights)
     found = dict(loadkit.iter_weights(tmp_path / "c"))
     assert found.keys() == weights.keys()
+
+
+def test_a_save_copies_nothing_that_lies_in_one_piece_and_one_tensor_of_what_does_not(
+    tmp_path: Path,
+) -> None:
+    loadkit.save(Odd(), tmp_path / "warm", save_format="dcp")  # what torch imports for it
+    module = torch.nn.Module()
+    module.views = torch.nn.ParameterList(torch.ones(4, 8 << 20).unbind())  # 4 of 32 MiB
+    with PeakMeter(interval=0.002) as meter:
+        loadkit.save(module, tmp_path / "views", save_format="dcp")
+    assert meter.peak()["host_anonymous_bytes"] < 16 << 20
+    turned = torch.nn.Module()
+    turned.views = torch.nn.ParameterList(torch.ones(8 << 20, 2).t().unbind())  # 2 of 32 MiB
+    with PeakMeter(interval=0.002) as meter:
+        loadkit.save(turned, tmp_path / "turned", save_format="dcp")
+    assert meter.peak()["host_anonymous_bytes"] < 48 << 20

@@ -51,9 +51,11 @@ class DcpLoader(BaseModelLoader):
     _checkpoint: Checkpoint | None = None
 
     @classmethod
-    def read_header(cls, file: File) -> HeaderSummary | None:
+    def read_header(cls, file: File, weights_key: str | None = None) -> HeaderSummary | None:
         """What a ``.metadata`` says, for people; a data file alone says nothing."""
-        return summary_of(file) if is_metadata(file.name.rpartition("/")[2]) else None
+        if not is_metadata(file.name.rpartition("/")[2]):
+            return None
+        return summary_of(file, weights_key)
 
     @classmethod
     def read_model_config(

@@ -18,6 +18,7 @@ import logging
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NoReturn
 
 from loadkit.errors import FormatError, OptionError
 from loadkit.file_checks import show
@@ -132,7 +133,7 @@ def _tops(paths: Iterable[Path]) -> list[str]:
     return list(dict.fromkeys(str(path[0]) for path in paths))
 
 
-def _several(inner: list[str], entered: list[str], file: str) -> None:
+def _several(inner: list[str], entered: list[str], file: str) -> NoReturn:
     keys = ["/".join([*entered, key]) for key in inner]
     raise FormatError(
         f"{show(file)}: no tensor is at the top, and {len(inner)} dicts hold tensors: "
