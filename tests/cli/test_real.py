@@ -14,6 +14,7 @@ import torch
 
 from helpers.checkpoints import llama_sd, raw_st, st_header, write_cfg, write_llama, write_st
 from helpers.cli import Ran, spawn
+from loadkit.known_names import KNOWN, Known
 
 Run = Callable[..., Ran]
 
@@ -211,10 +212,13 @@ def test_PLG_03_a_misspelt_load_format_names_the_nearest(run: Run, model: Path) 
     assert "'safetensors'" in ran.err
 
 
-def test_PLG_03_a_format_that_is_not_installed_says_the_pip_line(run: Run, model: Path) -> None:
-    ran = run("load", model, "--load-format", "modelexpress")
+def test_PLG_03_a_format_that_is_not_installed_says_the_pip_line(
+    run: Run, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KNOWN["loaders"], "slow_tape", Known("loadkit-slow-tape", "slow-tape"))
+    ran = run("load", model, "--load-format", "slow_tape")
     assert ran.code == 2
-    assert 'pip install "loadkit[modelexpress]"' in ran.err.splitlines()[-1]
+    assert 'pip install "loadkit[slow-tape]"' in ran.err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
