@@ -88,6 +88,7 @@ if TYPE_CHECKING:
     from loadkit.report import LoadReport as LoadReport
     from loadkit.save import SaveReport as SaveReport
     from loadkit.save import save as save
+    from loadkit.secondary_weights import WeightSource as WeightSource
     from loadkit.tables import register_model_loader as register_model_loader
     from loadkit.tables import register_reader as register_reader
     from loadkit.tables import register_source as register_source
@@ -154,6 +155,7 @@ __all__ = [
     "UsageError",
     "VerifyReport",
     "WeightLoadError",
+    "WeightSource",
     "WeightsMapper",
     "WriteError",
     "composed_weight_loader",
@@ -274,6 +276,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     ),
     "report": ("LoadReport",),
     "save": ("SaveReport", "save"),
+    "secondary_weights": ("WeightSource",),
     "tables": (
         "register_model_loader",
         "register_reader",

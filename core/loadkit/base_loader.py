@@ -7,9 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from loadkit.errors import UnknownNameError
+from loadkit.errors import ModelError, UnknownNameError
 from loadkit.name_hints import strip_wrappers
 from loadkit.options import OptionSpec, validate_extra_config
+from loadkit.sources.shown import shown_source
 from loadkit.tracing.observed import observed
 from loadkit.tracing.recorder import active_recorder
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from loadkit.multithread import Multithread
     from loadkit.parallel_config import ParallelConfig
     from loadkit.quantization_base import QuantizationConfig
+    from loadkit.secondary_weights import WeightSource
     from loadkit.sources.base import File, Source
     from loadkit.tracing.given import Given
     from loadkit.tracing.lazy_tensor import Offered
@@ -116,6 +118,24 @@ class BaseModelLoader(ABC):
 
     def download_model(self, model_config: ModelConfig) -> None:  # noqa: B027
         """Make the checkpoint's files available; nothing to do where they already are."""
+
+    def attach(self, sources: Sequence[WeightSource]) -> None:
+        """Catalogue the tensors of other checkpoints too, under their prefixes; asked again, it
+        changes nothing. A loader that makes weights, or whose files are the model's own
+        parameters, needs none.
+
+        Raises:
+            ModelError: the load format reads no second checkpoint.
+        """
+        if self.by_key or not self.needs_source:
+            return
+        raise ModelError(
+            f"the model takes weights of {len(sources)} more checkpoint(s) "
+            f"({shown_source(sources[0].model_or_path)}), and load format "
+            f"{self.load_config.load_format!r} reads one",
+            code="SECONDARY_WEIGHTS",
+            hint="load it from safetensors or from archives of torch.save",
+        )
 
     def get_quant_config(self, model_config: ModelConfig) -> QuantizationConfig | None:
         """The checkpoint's quantisation. Formats whose files say more about it override this."""

@@ -16,7 +16,9 @@ from loadkit.errors import ModelError
 from loadkit.interfaces import supports_pp
 from loadkit.local_memory import with_memory
 from loadkit.origin import Origin, remember
+from loadkit.secondary_weights import secondary_weights
 from loadkit.tracing.recorder import Recorder, active_recorder
+from loadkit.weight_memory import weights_on_meta
 
 if TYPE_CHECKING:
     from loadkit.config import LoadkitConfig, ParallelConfig
@@ -42,14 +44,20 @@ class Built:
 def build(job: Job) -> Built:
     """Construct the job's model; a module the user built is taken as it is.
 
+    The checkpoints that its ``secondary_weights`` names are opened.
+
     Raises:
+        LoadkitError: one of those cannot be read.
         ModelError: the constructor failed, or this parallelism does not fit the model.
     """
     recorder = Recorder()
-    if job.module is not None:
-        return Built(job.module, recorder)
-    with recorder, parameters_on_meta():
-        model = initialize_model(job.config, job.model_class, job.prefix)
+    model = job.module
+    if model is None:
+        with recorder, parameters_on_meta():
+            model = initialize_model(job.config, job.model_class, job.prefix)
+    stated = secondary_weights(model)
+    if stated:
+        job.loader.attach(stated)
     return Built(model, recorder)
 
 
@@ -155,7 +163,8 @@ def parameters_on_meta() -> Iterator[None]:
 
     nn.Module.register_parameter = register_parameter  # type: ignore[method-assign,assignment]
     try:
-        yield
+        with weights_on_meta():
+            yield
     finally:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
@@ -164,9 +173,10 @@ def to_meta(param: torch.Tensor) -> None:
     """Give up a parameter's memory, in place."""
     if param.device.type == "meta" or torch.nn.parameter.is_lazy(param):
         return
-    data = torch.empty_strided(
-        tuple(param.size()), param.stride(), dtype=param.dtype, device="meta"
-    )
+    with torch._C._DisableTorchDispatch():  # a recorder need not see it
+        data = torch.empty_strided(
+            tuple(param.size()), param.stride(), dtype=param.dtype, device="meta"
+        )
     recorder = active_recorder()
     if recorder is not None:
         recorder.note_initial(param, data)

@@ -31,6 +31,7 @@ from loadkit.rank_digest import compare
 from loadkit.read import ReadResult, read_turns
 from loadkit.report import LoadReport, PeakMeter, Stopwatch
 from loadkit.resolve import Job, job_for_module, resolve
+from loadkit.sources.joint import JointSource
 from loadkit.turns import Turn
 
 if TYPE_CHECKING:
@@ -69,12 +70,14 @@ def _run_line(job: Job, watch: Stopwatch, ranks: LoadGroup) -> LoadResult:
     before = sys.exception()
     try:
         with PeakMeter(device=job.device) as meter, memory_errors():
+            with watch.step("build"), ranks.step("build"), collector_paused():
+                built = build(job)
+                if isinstance(job.source, JointSource):  # weights that the model asked for
+                    compare(ranks, job, "joined")
             if any(not file.local for file in job.source.opened()):
                 with watch.step("download"), ranks.step("download"):
                     _refuse_misfit(job)
                     job.source.make_local(job.loader.files)
-            with watch.step("build"), ranks.step("build"), collector_paused():
-                built = build(job)
             recorder = built.recorder
             try:
                 with watch.step("plan"), ranks.step("plan"), collector_paused():

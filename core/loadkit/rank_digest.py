@@ -36,15 +36,15 @@ _OWN = frozenset(
 )
 
 
-def compare(group: LoadGroup, job: Job) -> None:
-    """Hold what every rank is about to load against each other.
+def compare(group: LoadGroup, job: Job, what: str = "fingerprint") -> None:
+    """Hold what every rank is about to load against each other; ``what``: each time another word.
 
     Raises:
         DistributedError: E_RANK_MISMATCH, the ranks and the first thing that differs.
     """
     if group.board is None:
         return
-    found = group.exchange("fingerprint", json.dumps(fingerprint(job)).encode())
+    found = group.exchange(what, json.dumps(fingerprint(job)).encode())
     every = [json.loads(each) for each in found]
     error = mismatch(every, group.board.names)
     if error is not None:

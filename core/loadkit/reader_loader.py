@@ -6,7 +6,7 @@ distribution has it; a subclass says who moves the bytes and which options that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from loadkit.config import LoadConfig, ModelConfig
+    from loadkit.secondary_weights import WeightSource
     from loadkit.tracing.lazy_tensor import Offered
 
 __all__ = ["FilesLoader", "ReaderLoader", "read_by"]
@@ -83,6 +84,12 @@ class FilesLoader(BaseModelLoader):
     def download_model(self, model_config: ModelConfig) -> None:
         """Choose the files and read their headers."""
         self.files_loader.download_model(model_config)
+        self._take_over()
+
+    def attach(self, sources: Sequence[WeightSource]) -> None:
+        """As the loader of safetensors does."""
+        self.files_loader.attach(sources)
+        self.source = self.files_loader.source
         self._take_over()
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:

@@ -34,7 +34,6 @@ class Job:
     """One load, every name resolved. A context manager: leaving it closes the source."""
 
     config: LoadkitConfig
-    source: Source
     source_name: str
     loader: BaseModelLoader
     load_format_why: str
@@ -46,6 +45,11 @@ class Job:
     strict: bool
     prefix: str = ""
     module: nn.Module | None = None
+
+    @property
+    def source(self) -> Source:
+        """Where its files are; the loader may have joined others to what was opened."""
+        return self.loader.source
 
     @property
     def load_config(self) -> LoadConfig:
@@ -184,7 +188,6 @@ def job_for_module(
     cls = type(module)
     return Job(
         config,
-        loader.source,
         opened.uri,
         loader,
         why,
@@ -274,7 +277,6 @@ def _job(
     loader.config = config
     return Job(
         config=config,
-        source=loader.source,  # it may have joined another one to it
         source_name=source.uri,
         loader=loader,
         load_format_why=why,

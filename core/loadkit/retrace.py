@@ -62,7 +62,7 @@ def retrace(
     loader.source, loader.parallel = _Nowhere("", load_config), config.parallel_config
     loader.config, loader.model_class = config, model_class
     job = Job(
-        config, loader.source, "", loader, "", model_class, model_class.__qualname__, "", "",
+        config, "", loader, "", model_class, model_class.__qualname__, "", "",
         "cpu", True,
     )  # fmt: skip
     planned = make_plan(job, build(job))
@@ -160,6 +160,8 @@ def _copied(expr: Expr) -> Src | None:
 
 class _Nothing(BaseModelLoader):
     """Tensors without numbers."""
+
+    needs_source = False
 
     def __init__(
         self, load_config: LoadConfig, given: Mapping[str, Given], place: Place | None

@@ -28,6 +28,8 @@ class JointSource(Source):
     def __init__(self, first: Source, second: Source, takes: Callable[[str], bool]) -> None:
         super().__init__(first.uri, first.load_config)
         self.first, self.second = first, second
+        self.single: str | None = getattr(first, "single", None)
+        self.remarks = [*first.remarks, *second.remarks]
         self._names = {info.name for info in second.list() if takes(info.name)}
         self._end = weakref.finalize(self, second.close)
 

@@ -14,11 +14,13 @@ from loadkit.load_strategy import SAFETENSORS_OPTIONS
 from loadkit.multithread import MULTITHREAD_OPTIONS, multithread
 from loadkit.options import OptionSpec
 from loadkit.safetensors_format import read_header
+from loadkit.secondary_weights import WeightSource
 from loadkit.tensor_info import TensorInfo, bits_of
 from loadkit.torch_archive.tensors import Archive
 from loadkit.tracing.lazy_tensor import Offered
 from loadkit_default.pt.archive import read_archive
 from loadkit_default.pt.options import check_map_location, refuse_idle
+from loadkit_default.secondary import joined, refuse_clashes, secondary_of
 from loadkit_default.weight_files import WeightFiles, check_against_index, find_weight_files
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from loadkit.config import LoadConfig
     from loadkit.model_config import ModelConfig
     from loadkit.sources.base import File
-    from loadkit.tracing.lazy_tensor import LazyTensor
+    from loadkit.sources.moved import MovedSource
     from loadkit_default.weight_index import Header
 
 __all__ = ["DefaultModelLoader"]
@@ -58,9 +60,13 @@ class DefaultModelLoader(BaseModelLoader):
 
     archive_options: ClassVar[frozenset[str]] = frozenset({"pt_load_map_location", "weights_key"})
 
+    Source: ClassVar[type[WeightSource]] = WeightSource
+    """What a model's ``secondary_weights`` is made of."""
+
     weight_files: WeightFiles | None = None
     ties: tuple[tuple[str, ...], ...] = ()
     _headers: Sequence[Header] | None = None
+    _infos: Sequence[TensorInfo] | None = None
 
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(load_config)
@@ -102,27 +108,76 @@ class DefaultModelLoader(BaseModelLoader):
             yield name, offer.tensor() if isinstance(offer, Offered) else offer
 
     def offers(self, model_config: ModelConfig) -> Iterator[tuple[str, torch.Tensor | Offered]]:
-        infos, odd = self.infos(), self._odd()
-        for info in infos:
-            lazy = odd.get((info.file.name, info.name))
-            yield info.name, Offered(_as_torch_counts(info)) if lazy is None else lazy
+        yield from self._entries("")
+        for moved in secondary_of(self.source):
+            yield from moved.loader._entries(moved.prefix)
 
-    def _odd(self) -> dict[tuple[str, str], LazyTensor]:
-        """The tensors of archives that are not simply their bytes in order."""
-        return {
-            (header.file.name, name): tensor.tensor()
+    def _entries(self, prefix: str) -> Iterator[tuple[str, torch.Tensor | Offered]]:
+        """This checkpoint's own tensors, under a prefix."""
+        infos = self.infos()
+        odd = {
+            (header.file.name, name): tensor
             for header in self._read_headers()
             if isinstance(header, Archive)
             for name, tensor in header.odd.items()
         }
+        for info in infos:
+            named = replace(info, name=prefix + info.name) if prefix else info
+            own = odd.get((info.file.name, info.name))
+            if own is None:
+                yield named.name, Offered(_as_torch_counts(named))
+            else:
+                yield named.name, replace(own, info=replace(own.info, name=named.name)).tensor()
+
+    def attach(self, sources: Sequence[WeightSource]) -> None:
+        """Read the headers of other checkpoints; ``catalogue`` has their tensors from now on.
+
+        Raises:
+            LoadkitError: one cannot be opened or read.
+            FormatError: E_DUPLICATE, a name is in two of them, prefixes included.
+        """
+        others = secondary_of(self.source)
+        if not others:
+            self._read_headers()
+            source = joined(self.source, sources, self.load_config, DefaultModelLoader)
+            others = secondary_of(source)
+            try:
+                refuse_clashes(self, others)
+            except BaseException:
+                for moved in others:
+                    moved.close()
+                raise
+            self.source = source
+        for moved in others:
+            self._take(moved)
+
+    def _take(self, moved: MovedSource) -> None:
+        """What the other checkpoint's loader knows of its files is this one's too, once."""
+        inner = moved.loader
+        files = [f"{moved.folder}/{name}" for name in inner.files]
+        self.files += [name for name in files if name not in self.files]
+        for name, why in inner.skipped_files.items():
+            self.skipped_files[f"{moved.folder}/{name}"] = why
+        for name, why in inner.skipped_tensors.items():
+            self.skipped_tensors[moved.prefix + name] = why
 
     def checksums(self, name: str) -> Sequence[Checksum]:
         headers = (header for header in self._read_headers() if header.file.name == name)
         header = next(headers, None)
+        if header is None:
+            found = (moved.loader.checksums(name) for moved in secondary_of(self.source))
+            return next(filter(None, found), ())
         return header.checksums if isinstance(header, Archive) else ()
 
-    def infos(self) -> list[TensorInfo]:
-        """The header entries behind ``catalogue``, same order, same errors."""
+    def infos(self) -> Sequence[TensorInfo]:
+        """The header entries of this checkpoint's own tensors, in the order of ``catalogue``; with
+        the same errors.
+        """
+        if self._infos is None:
+            self._infos = self._of_headers()
+        return self._infos
+
+    def _of_headers(self) -> list[TensorInfo]:
         headers = self._read_headers()
         index = self.weight_files.index if self.weight_files else None
         found: dict[str, TensorInfo] = {}

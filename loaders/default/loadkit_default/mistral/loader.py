@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from loadkit.base_loader import BaseModelLoader
 from loadkit.errors import ConfigFileError
 from loadkit.file_checks import show
 from loadkit.hf_config import parse_config
@@ -34,6 +35,7 @@ class MistralModelLoader(DefaultModelLoader):
     """
 
     archive_options = frozenset()
+    attach = BaseModelLoader.attach  # names and numbers of another checkpoint are not Mistral's
 
     @classmethod
     def read_model_config(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
-from loadkit.base_loader import Checksum
+from loadkit.base_loader import BaseModelLoader, Checksum
 from loadkit.errors import OptionError
 from loadkit.tracing.lazy_tensor import Offered
 from loadkit_default.loader import DefaultModelLoader
@@ -34,6 +34,8 @@ class NpcacheModelLoader(DefaultModelLoader):
     """
 
     load_options: ClassVar[frozenset[str]] = DefaultModelLoader.load_options | {"cache_dir"}
+
+    attach = BaseModelLoader.attach  # a cache is of one checkpoint
 
     cache: Cache | None = None
     _cached: list[TensorInfo] | None = None
