@@ -128,6 +128,14 @@ def test_a_great_array_costs_a_few_times_its_bytes(row: str, tmp_path: Path) -> 
     assert peak < max(4 * kept.metadata["a"].nbytes, 2 * MIB)
 
 
+def test_a_header_is_read_once_of_an_open_file() -> None:
+    file = Memory(gguf_bytes([f32("output_norm.weight", 8)], [ARCH]))
+    first = read_gguf_header(file)
+    asked = len(file.reads)
+    assert read_gguf_header(file) is first
+    assert len(file.reads) == asked > 0
+
+
 def test_headers_at_the_limits_take_linear_time() -> None:
     count = 50_000
     tensors = [Tensor(f"t{number}", [0], 0, b"") for number in range(count)]

@@ -67,6 +67,7 @@ _DTYPES: dict[int, np.dtype[Any]] = {
     _BOOL: np.dtype("u1"),
 }
 _UINT32 = 4
+_KEPT = "_gguf_header"  # of an open file: what was read of it
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +94,8 @@ class GGUFHeader:
 def read_gguf_header(file: File) -> GGUFHeader:
     """Read and check a GGUF file's header; no byte of the data is read on purpose.
 
-    Takes time linear in the header, and memory of a few times its size.
+    Takes time linear in the header, and memory of a few times its size. An open file's header is
+    read once: a remote one is not fetched again for each of those that look at it.
 
     Raises:
         FormatError: with the code of the rule that was broken: E_FORMAT (another format's
@@ -101,13 +103,18 @@ def read_gguf_header(file: File) -> GGUFHeader:
             E_ARRAY, E_TYPE, E_ALIGN, E_NAME, E_DUPLICATE, E_SHAPE, E_DTYPE, E_LAYOUT.
         ReadFailure: the file could not be read.
     """
+    kept: GGUFHeader | None = vars(file).get(_KEPT)
+    if kept is not None:
+        return kept
     check_content(file, "gguf")
     window = Window(file)
     version, tensor_count, key_count = _start(window)
     metadata, kinds = _keys(window, key_count)
     alignment = _alignment(window, metadata, kinds)
     tensors, data_offset = read_tensors(window, tensor_count, alignment)
-    return GGUFHeader(file, version, alignment, metadata, tensors, data_offset)
+    found = GGUFHeader(file, version, alignment, metadata, tensors, data_offset)
+    vars(file)[_KEPT] = found  # as long as the file
+    return found
 
 
 def _start(window: Window) -> tuple[int, int, int]:
