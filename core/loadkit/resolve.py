@@ -24,7 +24,10 @@ from loadkit.unused_options import refuse_unused
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Job", "job_for_loader", "job_for_module", "job_for_rank", "resolve", "resolve_config"]
+__all__ = [
+    "Job", "job_for_loader", "job_for_module", "job_for_rank", "open_for", "resolve",
+    "resolve_config",
+]  # fmt: skip
 
 Value = TypeVar("Value")
 
@@ -85,7 +88,7 @@ def resolve(
     load_config = _of_type(LoadConfig, load_config, "load_config")
     strict = _of_type(bool, strict, "strict")
     load_config = _merged(load_config, load_format, trust_remote_code)
-    opened = _opened(source, load_config)
+    opened = open_for(source, load_config)
     try:
         loader, why = _loader_for(opened, load_config, parallel)
         options = {
@@ -111,7 +114,7 @@ def resolve(
 
 def resolve_config(config: LoadkitConfig, prefix: str = "") -> Job:
     """The job that a ready bundle describes (``get_model``)."""
-    opened = _opened(config.model_config.source, config.load_config)
+    opened = open_for(config.model_config.source, config.load_config)
     try:
         loader, why = _loader_for(opened, config.load_config, config.parallel_config)
         job = _job(opened, loader, why, config.model_config, config.parallel_config, None, True)
@@ -166,7 +169,7 @@ def job_for_module(
     """
     parallel = _of_type(ParallelConfig, parallel, "parallel")
     load_config = _merged(_of_type(LoadConfig, load_config, "load_config"), load_format, False)
-    opened = _opened(source, load_config)
+    opened = open_for(source, load_config)
     try:
         loader, why = _loader_for(opened, load_config, parallel)
         if not loader.needs_source:
@@ -226,8 +229,12 @@ def _merged(load_config: LoadConfig, load_format: str, trust_remote_code: bool) 
     return load_config
 
 
-def _opened(source: str | os.PathLike[str], load_config: LoadConfig) -> Source:
-    """The source, as the load format that was named opens it."""
+def open_for(source: str | os.PathLike[str], load_config: LoadConfig) -> Source:
+    """The source, as the load format that is named opens it.
+
+    Raises:
+        LoadkitError: there is no such format, or the source cannot be opened.
+    """
     if load_config.load_format == "auto":
         return open_source(source, load_config)
     loader: Any = tables.loaders.lookup(load_config.load_format)

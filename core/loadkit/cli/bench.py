@@ -135,14 +135,15 @@ def _asked(request: ModelRequest, cold: bool, timeout: float) -> _Asked:
     """
     from loadkit import loader
     from loadkit.config import LoadConfig
-    from loadkit.sources import open_source
+    from loadkit.resolve import open_for
 
     keywords = request.keywords(progress=False)
     parallel = request.ranks()[0]
     plan = loader.plan(request.source, parallel=parallel, **keywords)
     plan.raise_if_bad()
     load_config: LoadConfig = keywords["load_config"]
-    with open_source(request.source, load_config) as source:
+    load_config = replace(load_config, load_format=plan.load_format)
+    with open_for(request.source, load_config) as source:
         paths = [source.open(name).path for name in plan.files]
     files = [Path(path) for path in paths if path is not None]
     if cold and len(files) < len(paths):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from loadkit.cli.options import ModelRequest
 from loadkit.cli.settings import read_settings
 
@@ -27,11 +29,13 @@ def config_summary(request: ModelRequest) -> str | None:
         LoadkitError: the source or the config cannot be read.
     """
     from loadkit.config import ModelConfig
-    from loadkit.sources import open_source
+    from loadkit.resolve import open_for
 
     load_config, options, _ = read_settings(request.settings)
     overrides = options.get("hf_overrides", {})
-    with open_source(request.source, load_config) as source:
+    if request.load_format != "auto":
+        load_config = replace(load_config, load_format=request.load_format)
+    with open_for(request.source, load_config) as source:
         if all(info.name != "config.json" for info in source.list()):
             return None
         config = ModelConfig.from_source(source, hf_overrides=overrides)
