@@ -193,9 +193,7 @@ def listed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_each_rank_verifies_what_it_reads_for_all(
     ranks: PlainRanks, listed: Path, round_bytes: int
 ) -> None:
-    found = ranks.run(
-        LOAD, source=listed, sizes=TP4, load_config=VERIFIED, round_bytes=round_bytes
-    )
+    found = ranks.run(LOAD, source=listed, sizes=TP4, load_config=VERIFIED, round_bytes=round_bytes)
     for rank, each in enumerate(found):
         alone = loadkit.load_model(listed, parallel=place_of(rank, TP4))
         assert each["contents"] == contents(alone)
