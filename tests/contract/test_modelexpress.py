@@ -11,6 +11,8 @@ import torch
 from contract.formats.modelexpress import running, served
 from loadkit.testing import LoaderContract, write_checkpoint
 
+pytest.importorskip("modelexpress")
+
 
 class TestModelExpress(LoaderContract):
     load_format = "modelexpress"

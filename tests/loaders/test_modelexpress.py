@@ -320,3 +320,16 @@ def test_a_file_that_was_not_fetched_gives_its_begin_only(hub: Hub, tmp_path: Pa
         source.make_local([file.name])
         assert file.local
         assert file.read(0, file.size) == data
+
+
+@pytest.mark.parametrize("command", ["plan", "load"])
+def test_the_command_line_asks_the_server_and_nobody_else(
+    hub: Hub, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from loadkit.cli import main
+
+    monkeypatch.setenv("MX_SERVER_ADDRESS", hub.address)
+    code = main([command, MODEL, "--load-format", "modelexpress", "--tp", "2"])
+    assert code == 0, capsys.readouterr().err
+    assert hub.asked["list"]
