@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from loadkit.local_memory import is_spread, local_of
+from loadkit.module_walk import named_modules
 from loadkit.tracing.recorder import Recorder
 
 __all__ = ["buffers_without_memory", "complete_buffers"]
@@ -29,7 +30,7 @@ Key = tuple[str, str]
 def buffers_without_memory(model: nn.Module, recorder: Recorder) -> Iterator[str]:
     """Names of buffers on meta that the load does not write and the model cannot make again."""
     made = _computed(model, torch.device("cpu"))
-    for prefix, module in model.named_modules():
+    for prefix, module in named_modules(model):
         for name, buffer in _on_meta(module):
             if (prefix, name) not in made and not recorder.is_changed(local_of(buffer)):
                 yield f"{prefix}.{name}" if prefix else name
@@ -37,7 +38,7 @@ def buffers_without_memory(model: nn.Module, recorder: Recorder) -> Iterator[str
 
 def complete_buffers(model: nn.Module, device: torch.device) -> None:
     """Give buffers that are still on meta their memory and numbers, where the model makes them."""
-    modules = dict(model.named_modules())
+    modules = dict(named_modules(model))
     for (prefix, name), tensor in _computed(model, device).items():
         modules[prefix]._buffers[name] = tensor
 
@@ -56,7 +57,7 @@ def _computed(model: nn.Module, device: torch.device) -> dict[Key, torch.Tensor]
     found: dict[Key, torch.Tensor] = {}
     if not callable(initialise):
         return found
-    for prefix, module in model.named_modules():
+    for prefix, module in named_modules(model):
         empty = [item for item in _on_meta(module) if not is_spread(item[1])]
         if not empty:
             continue

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from loadkit.local_memory import local_of
+from loadkit.module_walk import named_modules
 from loadkit.tracing.lazies import view_of
 from loadkit.tracing.lazy_tensor import LazyTensor
 from loadkit.tracing.leaks import Held
@@ -35,7 +36,7 @@ def places(model: nn.Module, recorder: Recorder, sweep: Iterable[Held]) -> Itera
     """
     yield from _parameters(model)
     seen: set[int] = set()
-    for prefix, module in model.named_modules():
+    for prefix, module in named_modules(model):
         for name, buffer in module._buffers.items():
             if buffer is None or isinstance(buffer, LazyTensor) or id(buffer) in seen:
                 continue

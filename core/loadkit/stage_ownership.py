@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from loadkit.module_walk import named_modules
 from loadkit.tracing import report_misfit
 
 __all__ = ["of_this_stage"]
@@ -24,7 +25,7 @@ def of_this_stage(
     """The weights but those of layers that this rank does not have; these are listed as skipped."""
     missing = {
         name: module
-        for name, module in model.named_modules()
+        for name, module in named_modules(model)
         if getattr(module, "is_missing_layer", False) is True
     }
     for name, weight in weights:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from loadkit.execution import Target
+from loadkit.module_walk import named_modules
 from loadkit.quantization_base import QuantizeMethodBase
 from loadkit.tracing.expressions import Expr, Part
 from loadkit.tracing.program import walk
@@ -59,7 +60,7 @@ def turns_of(model: nn.Module, targets: Sequence[Target], *, one_turn: bool = Fa
         targets: everything that is filled.
         one_turn: all of it is read together (nothing is repacked, or other ranks take part).
     """
-    modules = {} if one_turn else {n: m for n, m in model.named_modules() if is_repacked(m)}
+    modules = {} if one_turn else {n: m for n, m in named_modules(model) if is_repacked(m)}
     mine: dict[str, list[Target]] = defaultdict(list)
     for target in targets if modules else ():
         homes = {name.rpartition(".")[0] for name in target.names}

@@ -101,7 +101,9 @@ class LinearBase(torch.nn.Module):
             **attrs,
         )
         self.register_parameter("bias", self.create_bias(attrs) if bias else None)
-        for name, param in self.named_parameters(recurse=False):
+        for name, param in self._parameters.items():
+            if param is None:
+                continue
             setattr(param, "parameter_name", f"{self.prefix}.{name}" if self.prefix else name)  # noqa: B010
 
     def create_bias(self, attrs: dict[str, Any]) -> BaseParameter:

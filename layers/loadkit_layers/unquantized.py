@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from loadkit.quantization import LinearMethodBase
+from loadkit.weight_memory import empty_weight
 from loadkit_layers.parameter import ModelWeightParameter
 
 __all__ = ["UnquantizedLinearMethod"]
@@ -28,7 +29,7 @@ class UnquantizedLinearMethod(LinearMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         shape = (sum(output_partition_sizes), input_size_per_partition)
-        data = torch.empty(shape, dtype=params_dtype)
+        data = empty_weight(shape, params_dtype)
         weight = ModelWeightParameter(data, output_dim=0, input_dim=1, **extra_weight_attrs)
         layer.register_parameter("weight", weight)
 

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from loadkit.errors import TraceError
 from loadkit.local_memory import local_of
+from loadkit.module_walk import named_modules
 from loadkit.tracing.lazy_tensor import LazyTensor, leaf_names
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Held:
 def held_tensors(model: nn.Module) -> Iterator[Held]:
     """Every tensor in parameters, buffers and attributes, and in what these contain."""
     seen: set[int] = set()
-    for prefix, module in model.named_modules():
+    for prefix, module in named_modules(model):
         for registry in (module._parameters, module._buffers):
             for name, tensor in list(registry.items()):
                 if tensor is not None and not is_lazy(tensor):
@@ -125,7 +126,7 @@ def adopt(model: nn.Module, recorder: Recorder) -> None:
     Their memory is the lazy tensor's own, so what they hold is recorded as for any parameter.
     """
     homes: dict[int, torch.Tensor] = {}
-    for module in model.modules():
+    for _, module in named_modules(model):
         for registry in (module._parameters, module._buffers):
             for name, lazy in list(registry.items()):
                 if not isinstance(lazy, LazyTensor):

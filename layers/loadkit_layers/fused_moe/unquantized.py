@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from loadkit.quantization import FusedMoEMethodBase
+from loadkit.weight_memory import empty_weight
 from loadkit_layers.fused_moe.parameter import ExpertParameter
 from loadkit_layers.parameter import ModelWeightParameter
 
@@ -35,7 +36,7 @@ class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
     ) -> None:
         E, D, I = num_experts, hidden_size, intermediate_size_per_partition
         for name, shape in (("w13", (E, 2 * I, D)), ("w2", (E, D, I))):
-            data = torch.empty(shape, dtype=params_dtype)
+            data = empty_weight(shape, params_dtype)
             shards = getattr(layer, f"{name}_shards")
             param = ExpertParameter(data, member=_weight, shards=shards, **extra_weight_attrs)
             layer.register_parameter(f"{name}_weight", param)

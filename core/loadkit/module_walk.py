@@ -1,0 +1,28 @@
+"""The modules of a model in one list: torch's generators recurse once per module and level."""
+
+from __future__ import annotations
+
+from torch import nn
+
+__all__ = ["named_modules"]
+
+
+def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """What ``model.named_modules()`` gives: dotted names and modules, parents first, each once."""
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[nn.Module] = set()
+    waiting: list[tuple[str, nn.Module]] = [("", model)]
+    while waiting:
+        name, module = waiting.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        found.append((name, module))
+        if module._modules:
+            above = f"{name}." if name else ""
+            waiting += [
+                (above + child, part)
+                for child, part in reversed(module._modules.items())
+                if part is not None
+            ]
+    return found
