@@ -36,6 +36,8 @@ def copied(in_format: Callable[[MatrixFormat], Path], tmp_path: Path) -> Damaged
 
     def copy(form: MatrixFormat) -> tuple[Path, Path, dict[str, Any]]:
         folder = Path(shutil.copytree(in_format(form), tmp_path / "model"))
+        if isinstance(form.source(folder), str):
+            pytest.skip(f"{form.name} has its files from a server: a cut one is fetched again")
         options: dict[str, Any] = {"use_tqdm_on_load": False}
         place = folder
         if form.load_format == "npcache":  # what is read is its cache

@@ -47,7 +47,8 @@ def far(
         if not place.exists():
             shutil.copytree(in_format(form), place)
         del bucket.requests[:]
-        return f"s3://bucket/{name}"
+        own = form.source(place)  # a format may have a server of its own
+        return own if isinstance(own, str) else f"s3://bucket/{name}"
 
     return address
 
@@ -74,7 +75,8 @@ def test_a_plan_reads_headers_alone_where_the_table_says_so(
     assert plan.ok
     size = weights(form, bucket)
     listings = sum(noted.sent for noted in bucket.requests if "list-type" in noted.query)
-    assert plan.bytes_fetched == bucket.sent() - listings
+    if uri.startswith("s3:"):
+        assert plan.bytes_fetched == bucket.sent() - listings
     assert (plan.bytes_fetched < size / 5) == form.remote_plan, (plan.bytes_fetched, size)
     if not form.remote_plan:
         assert plan.bytes_fetched > 0.9 * size
