@@ -132,6 +132,30 @@ def stacked(tensors: dict[str, torch.Tensor], experts: int = 8) -> dict[str, tor
     return left
 
 
+@pytest.mark.parametrize("sizes", [{"pp_size": 2}, {"tp_size": 2, "ep_size": 2}])
+@pytest.mark.parametrize("style", ["feed_forward", "stacked"])
+def test_stages_and_experts_of_other_ranks_are_left_where_they_are(
+    style: str, sizes: dict[str, int], tmp_path: Path
+) -> None:
+    made = pair(tmp_path / "hf", "mixtral", rope_theta=1e6)
+    folder = write_mistral(tmp_path / "own", made.weights, made.config)
+    file = folder / "consolidated.safetensors"
+    if style == "stacked":
+        tensors = {
+            n.replace("feed_forward", "block_sparse_moe"): t for n, t in load_file(file).items()
+        }
+        write_st(file, stacked(tensors))
+    for rank in (0, 1):
+        place = ParallelConfig.for_rank(rank, **sizes)
+        found, wanted = (
+            loadkit.load(each, parallel=place, load_config=QUIET) for each in (folder, made.folder)
+        )
+        have = dict(found.model.named_parameters())
+        for name, parameter in wanted.model.named_parameters():
+            assert torch.equal(have[name], parameter), name
+        assert found.plan.bytes_needed == wanted.plan.bytes_needed
+
+
 def test_tied_embeddings_need_no_output(tmp_path: Path) -> None:
     made = pair(tmp_path / "hf", tie_word_embeddings=True, sliding_window=None)
     assert "lm_head.weight" not in made.weights
