@@ -159,7 +159,9 @@ def parameters_on_meta() -> Iterator[None]:
         if param is not None and threading.get_ident() == thread:
             with torch._C.DisableTorchFunction():
                 to_meta(param)
-        original(module, name, param)
+                if original is _REGISTER and not _registration_hooks():
+                    return original(module, name, param)  # nothing that a recorder must see
+        return original(module, name, param)
 
     nn.Module.register_parameter = register_parameter  # type: ignore[method-assign,assignment]
     try:
@@ -167,6 +169,14 @@ def parameters_on_meta() -> Iterator[None]:
             yield
     finally:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+_REGISTER = nn.Module.register_parameter
+
+
+def _registration_hooks() -> Any:
+    """What other code has called where a parameter is registered."""
+    return torch.nn.modules.module._global_parameter_registration_hooks
 
 
 def to_meta(param: torch.Tensor) -> None:

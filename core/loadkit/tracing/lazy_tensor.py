@@ -39,6 +39,9 @@ def set_dispatcher(dispatch: Dispatcher) -> None:
     _dispatch = dispatch
 
 
+_CPU = torch.device("cpu")  # making one is a call that a recorder sees
+
+
 class LazyTensor(torch.Tensor):
     """A view of a recorded storage. It reports ``device`` cpu, as a tensor read from a file is."""
 
@@ -52,7 +55,7 @@ class LazyTensor(torch.Tensor):
             strides=view.stride,
             storage_offset=view.offset,
             dtype=dtype,
-            device=torch.device("cpu"),
+            device=_CPU,
             requires_grad=False,
         )
         made.lazy_storage = storage
