@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import random
@@ -27,6 +28,10 @@ os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 for name in [name for name in os.environ if name.startswith("LOADKIT_")]:
     del os.environ[name]
+# Where this is set nothing compiled is kept: two workers rewrite every test file's asserts, and
+# each of the hundreds of interpreters that tests start compiles all of loadkit.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # The same examples on every run; no database, no clock.
 settings.register_profile("loadkit", derandomize=True, deadline=None, database=None)
@@ -67,6 +72,17 @@ def _unregistered() -> Iterator[None]:
         table, then = sys.modules["loadkit.tables"].TABLES[kind], before.get(kind, {})
         if now != then:
             table._local = then
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _settled() -> None:
+    """What was there before a file's tests is not looked at by the collections they ask for.
+
+    A failed load collects. Every test's item and every library that was imported would be looked
+    at each time: half a second, hundreds of times.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
