@@ -19,11 +19,13 @@ from benchmarks.generate import TOY, with_architecture, written
 Go = Callable[[], Any]
 
 
-def floor(folder: str, threads: int = 1, memory: str = "reused") -> Go:
+def floor(
+    folder: str, threads: int = 1, memory: str = "reused", pattern: str = "*.safetensors"
+) -> Go:
     """Every weight file read by plain calls: see ``loadkit.bench.floor``."""
     from loadkit.bench.floor import read_files
 
-    paths = [str(path) for path in sorted(Path(folder).glob("*.safetensors"))]
+    paths = [str(path) for path in sorted(Path(folder).glob(pattern))]
     return read_files(paths, memory, threads)
 
 
@@ -200,6 +202,7 @@ def library_variants(folder: Path) -> list[dict[str, Any]]:
     ours = "dense:loadkit_unfused"
     warm = {**at, "direct": False}
     return [
+        {"name": "floor: one buffer, over and over", "call": "dense:floor", "args": at},
         {"name": "runai streamer", "call": "peers:runai", "args": at, "needs": runai},
         {"name": "loadkit, runai_streamer", "call": ours, "needs": runai,
          "args": {**at, "load_format": "runai_streamer"}},

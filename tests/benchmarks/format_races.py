@@ -28,7 +28,7 @@ def gguf_types(small: bool) -> Benchmark:
         variants,
         base="gguf-py",
         columns=("seconds", *gguf_decode.TYPES),
-        about="`seconds` is of all types together; the others are millions of elements a second.",
+        about="The types' rows are millions of elements a second; the ratio is of all together.",
         claims=[
             Claim("basic and K types, the slowest: loadkit / gguf-py",
                   lambda r: min(ratio(r, "loadkit", "gguf-py", t) for t in basic), least=3),
@@ -103,7 +103,7 @@ def gguf_writing(small: bool) -> Benchmark:
         columns=("cpu_s", "returned_s", "anon_mib", "file_gib"),
         end="cpu_s",
         most=1 if small else 3,
-        about="Both files are durable and hold equal bytes. `returned_s` is the disk's.",
+        about="Both files are durable and hold equal bytes. *returned* is the disk's.",
         claims=[
             Claim(f"CPU, {kind}: loadkit / gguf-py",
                   lambda r, kind=kind: ratio(r, f"loadkit, {kind}", f"gguf-py, {kind}", "cpu_s"),
@@ -242,7 +242,7 @@ def s3(small: bool) -> Benchmark:
         columns=("cpu_s", "returned_s", "touched_s", "anon_mib", "fetched_gib"),
         end="cpu_s",
         most=1 if small else 3,
-        about="The server is slow and shares the cores: `cpu_s`, of this side, is what counts.",
+        about="The server is slow and shares the cores: CPU, of this side, is what counts.",
         claims=[
             Claim("CPU: loadkit / runai streamer",
                   lambda r: ratio(r, "loadkit", "runai streamer", "cpu_s"), most=1),

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks.headings import heading
 from loadkit.bench.measure import Figures
 from loadkit.bench.processes import Run, drop_from_cache, machine, medians, run_fresh, warm
 from loadkit.errors import LoadkitError
@@ -32,6 +33,8 @@ __all__ = [
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
+FLOOR = "floor: one buffer"  # a row that begins so is the least that reading takes
+_MOST = 12  # columns of a table
 PAUSED = ROOT / ".cache" / "bench-paused"  # what was measured of races that are not through
 
 
@@ -193,31 +196,45 @@ def _run_once(variant: Variant, timeout: float) -> Figures:
 
 
 def table(result: Figures) -> str:
-    """One benchmark as a Markdown table; ratios are of the *touched* end (or *returned*)."""
+    """One benchmark as a Markdown table; ratios are of the *touched* end (or *returned*).
+
+    More than a dozen columns become rows.
+    """
     columns = list(result["columns"])
     end = result.get("end") or ("touched_s" if "touched_s" in columns else columns[0])
-    base = result["variants"].get(result["base"], {}).get("median", {}).get(end)
+    bare = heading(end).rpartition(", ")[0] or heading(end)
+    under = {f"{bare} / {result['base']}": _figure(result, result["base"], end)}
+    floor = next((name for name in result["variants"] if name.startswith(FLOOR)), None)
+    if floor is not None and floor != result["base"]:
+        under[f"{bare} / floor"] = _figure(result, floor, end)
     state = "cold" if result["cold"] else "warm"
     lines = [f"### {result['name']} ({state}, median of {result['runs']})", ""]
     if result.get("about"):
         lines += [result["about"], ""]
-    lines += [
-        f"| | {' | '.join(columns)} | {end} / {result['base']} |",
-        "|---" * (len(columns) + 2) + "|",
-    ]
+    grid = [["", *map(heading, columns), *under]]
     for name, row in result["variants"].items():
         why = next((f"{key}: {row[key]}" for key in ("error", "skipped") if key in row), None)
         if why is not None:
             why = why.replace("error: ", "failed: ").replace("|", "/")
-            cells = [why, *[""] * len(columns)]
-        else:
-            median = row["median"]
-            cells = [_cell(median.get(column)) for column in columns]
-            cells.append(f"{median[end] / base:.2f}" if base and end in median else "")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+            grid.append([name, why, *[""] * (len(columns) + len(under) - 1)])
+            continue
+        median = row["median"]
+        cells = [_cell(median.get(column)) for column in columns]
+        cells += [f"{median[end] / o:.2f}" if o and end in median else "" for o in under.values()]
+        grid.append([name, *cells])
+    if len(columns) > _MOST:
+        grid = [list(row) for row in zip(*grid, strict=True)]
+    lines += [f"| {' | '.join(row)} |".replace("|  |", "| |", 1) for row in grid]
+    lines.insert(-len(grid) + 1, "|---" + "|---:" * (len(grid[0]) - 1) + "|")
     lines.append("")
     lines += [_said(claim) for claim in result.get("claims", ())]
     return "\n".join([*lines, ""] if result.get("claims") else lines)
+
+
+def _figure(result: Figures, name: str, column: str) -> float | None:
+    """One variant's median, if it has one."""
+    found: float | None = result["variants"].get(name, {}).get("median", {}).get(column)
+    return found
 
 
 def _said(claim: Figures) -> str:

@@ -23,11 +23,14 @@ other seconds.
 
 | column | |
 |---|---|
-| `returned_s`, `touched_s` | seconds until the call returned; until a byte of each page was read |
-| `cpu_s` | CPU seconds of all threads until then |
-| `anon_mib`, `rss_mib` | peak anonymous and resident memory above the start |
-| `read_gib`, `disk_gib` | what read calls gave, and what came from storage |
-| `read_s`, `plan_s` | the steps of a load by its own report |
+| returned, touched | until the call returned; until a byte of each page was read too |
+| CPU | of all threads of the process, until the last end |
+| anonymous, resident | peak memory above the start; resident has mapped files' pages too |
+| by read calls, from storage | what read calls gave (none for mapped files); what was not cached |
+| read step, plan step | the steps of a load by its own report |
+| / ... | the row's figure over the named row's; / floor: over the least that reading takes |
+
+Under a table stand the claims about it: the limit, what was measured, and whether it is met.
 """
 
 

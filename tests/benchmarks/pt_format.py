@@ -22,6 +22,7 @@ __all__ = ["archived", "cache_files", "npcache_variants", "pt_variants"]
 
 Go = Callable[[], Any]
 CACHES = CACHE / "numpy"
+FLOOR = "floor: one buffer, over and over"
 
 
 def archived(model: Llama) -> Path:
@@ -116,6 +117,7 @@ def pt_variants(folder: Path) -> list[Variant]:
     at = {"folder": os.fspath(folder)}
     ours = {**at, "load_format": "pt"}
     return [
+        Variant(FLOOR, "dense:floor", {**at, "pattern": "*.bin"}),
         Variant("torch.load", "pt_format:by_torch", at),
         Variant("loadkit, alias never", "pt_format:by_loadkit", {**ours, "alias": "never"}),
         Variant("torch.load, mapped", "pt_format:by_torch", {**at, "mmap": True}),
@@ -127,7 +129,9 @@ def npcache_variants(folder: Path, files: list[Path]) -> list[Variant]:
     """numpy and loadkit, with memory of their own and mapped."""
     ours = {"folder": os.fspath(folder), "load_format": "npcache"}
     theirs = {"files": [os.fspath(path) for path in files]}
+    at = {"folder": os.fspath(files[0].parent), "pattern": "*.npy"}
     return [
+        Variant(FLOOR, "dense:floor", at),
         Variant("numpy.load", "pt_format:by_numpy", theirs),
         Variant("loadkit, alias never", "pt_format:by_loadkit", {**ours, "alias": "never"}),
         Variant("numpy.load, mapped", "pt_format:by_numpy", {**theirs, "mmap": True}),

@@ -103,7 +103,7 @@ def copies(small: bool) -> Benchmark:
         files=weights(folder),
         columns=("read_s", "plan_s", "cpu_s", "anon_mib", "minor_faults"),
         end="read_s",
-        about="Two threads each. `read_s` is the load's read step.",
+        about="Two threads each.",
         claims=[
             Claim("speed of the read step / the limit's",
                   lambda r: ratio(r, limit, ours, "read_s"), least=0.85),
@@ -186,7 +186,7 @@ def tp_cold(small: bool) -> Benchmark:
         cold=True,
         columns=("rank_touched_s", "rank_cpu_s", "rank_anon_mib", "disk_gib_all", "read_gib_all"),
         end="rank_touched_s",
-        about=f"The checkpoint has {size:.2f} GiB; `disk_gib_all` came from storage.",
+        about=f"The checkpoint has {size:.2f} GiB; *from storage* is of all ranks together.",
         claims=[
             Claim("from storage, all ranks / checkpoint",
                   lambda r: r["loadkit"]["disk_gib_all"] / size, most=1.02),

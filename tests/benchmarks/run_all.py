@@ -20,6 +20,7 @@ from benchmarks import generate, races
 from benchmarks.format_races import FORMAT_RACES
 from benchmarks.harness import (
     Benchmark,
+    Claim,
     Figures,
     Variant,
     machine,
@@ -72,6 +73,15 @@ def plan(small: bool) -> Benchmark:
         variants,
         base=variants[0].name,
         columns=("returned_s", "cpu_s", "us_per_tensor", "anon_mib", "read_gib", "ok"),
+        end="cpu_s",
+        claims=[
+            Claim("CPU seconds, 20,000 tensors", lambda r: r["20,000 tensors"]["cpu_s"], most=2),
+            Claim(
+                "CPU: 20,000 tensors / 10,001",
+                lambda r: races.ratio(r, "20,000 tensors", "10,001 tensors", "cpu_s"),
+                most=2.2,
+            ),
+        ],
     )
 
 

@@ -116,6 +116,26 @@ def test_a_row_that_fails_or_lacks_a_package_leaves_the_others(
     assert "not met" in page([{**result, "size": "full", "machine": {"cpus": 2}}])
 
 
+def test_a_table_has_words_units_and_the_floor_beside_each_row() -> None:
+    rows = {
+        "floor: one buffer, over and over": {"median": {"touched_s": 1.0, "anon_mib": 16.0}},
+        "theirs": {"median": {"touched_s": 4.0, "anon_mib": 4096.0}},
+        "ours": {"median": {"touched_s": 2.0}},
+        "away": {"skipped": "not installed: x"},
+    }
+    result: dict[str, Any] = {"name": "r", "cold": False, "runs": 1, "base": "theirs",
+                              "columns": ["touched_s", "anon_mib"], "variants": rows}  # fmt: skip
+    lines = table(result).splitlines()
+    assert lines[2] == "| | touched, s | anonymous, MiB | touched / theirs | touched / floor |"
+    assert "| ours | 2 | | 0.50 | 2.00 |" in [line.replace("|  |", "| |") for line in lines]
+    assert {line.count("|") for line in lines[2:8] if line} == {6}
+    many = [f"T{number}" for number in range(13)]
+    turned = {**result, "base": "x", "columns": many, "variants": {"x": {"median": {"T3": 5.0}}}}
+    shown = table(turned).splitlines()
+    assert shown[2:4] == ["| | x |", "|---|---:|"]
+    assert "| T3 | 5 |" in shown
+
+
 def test_a_generated_mixture_has_the_tensors_that_its_name_says() -> None:
     shapes = Moe("m", 8, 1024, 16, 4, 64, 768, 64, 32000, 3).shapes()
     assert len(shapes) == 1611
