@@ -33,7 +33,8 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     recorder = active_recorder()
     kind = kind_of(func)
     if kind.view:
-        return view_call(func, args, kwargs)
+        result = view_call(func, args, kwargs)
+        return defer(func, args, kwargs, recorder) if result is NotImplemented else result
     if kind.writes:
         return _write(func, args, kwargs, recorder, kind)
     lower = LOWERED.get(func)

@@ -7,14 +7,18 @@ from typing import Any
 
 from loadkit.tracing.lazies import meta_like, view_of
 from loadkit.tracing.lazy_tensor import LazyTensor
-from loadkit.tracing.schema import aten, map_tensors
+from loadkit.tracing.schema import aten, map_tensors, tensors_in
 from loadkit.tracing.view import View
 
 __all__ = ["view_call"]
 
 
 def view_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call that gives a view of its first argument."""
+    """A call that gives a view of its first argument; NotImplemented where it made a copy.
+
+    ``reshape``, ``contiguous`` and ``to`` may do either. They come as such in inference mode only,
+    else as what they are made of.
+    """
     base = args[0]
     if not isinstance(base, LazyTensor):
         return func(*args, **kwargs)
@@ -23,6 +27,9 @@ def view_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return LazyTensor(base.lazy_storage, quick(base.lazy_view, *args[1:], **kwargs), base.dtype)
     shadow = meta_like(base)
     result = func(shadow, *args[1:], **kwargs)
+    own = shadow.untyped_storage()._cdata
+    if any(found.untyped_storage()._cdata != own for found in tensors_in(result)):
+        return NotImplemented
     return map_tensors(result, lambda m: LazyTensor(base.lazy_storage, view_of(m), m.dtype))
 
 
