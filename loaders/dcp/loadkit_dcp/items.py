@@ -86,7 +86,7 @@ class ItemReader:
 
     def __init__(self) -> None:
         self._windows: dict[str, Windows] = {}
-        self._headers: dict[tuple[str, int], SafetensorsHeader] = {}
+        self._headers: dict[tuple[str, int], dict[str, TensorInfo]] = {}
         self._shards: dict[tuple[str, int], Mapping[str, Any]] = {}
 
     def expect(self, file: File, places: Iterable[Place]) -> None:
@@ -165,9 +165,9 @@ class ItemReader:
         key = file.name, place.offset
         if key not in self._headers:
             header = read_header(self._part(file, place.offset, file.size - place.offset))
-            self._headers[key] = header
+            self._headers[key] = {info.name: info for info in header.tensors}
             self._shards[key] = _shards(header, file.name)
-        info = next((one for one in self._tensors(key) if one.name == tensor.name), None)
+        info = self._headers[key].get(tensor.name)
         said = self._shards[key].get(tensor.name)
         offsets = said.get("saved_offsets") if isinstance(said, dict) else None
         if info is None or (offsets is not None and offsets != list(box.offsets)):
@@ -181,9 +181,6 @@ class ItemReader:
 
     def _part(self, file: File, start: int, size: int) -> Part:
         return Part(file, start, size, self._windows.get(file.name))
-
-    def _tensors(self, key: tuple[str, int]) -> tuple[TensorInfo, ...]:
-        return tuple(self._headers[key].tensors)
 
 
 def _shards(header: SafetensorsHeader, file: str) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from loadkit.errors import FormatError, PathError
 from loadkit.file_checks import show
-from loadkit.safetensors_format import MAX_DIM, MAX_DIMS
+from loadkit.safetensors_format import MAX_DIM, MAX_DIMS, MAX_NAME_BYTES
 from loadkit.sources.paths import check_name
 from loadkit.tensor_info import bits_of
 from loadkit.torch_archive.errors import damaged, refused
@@ -155,14 +155,18 @@ def _metadata(file: File, value: Any) -> Metadata:
     planned = (given.items or {}) if type(given) is Table else {}
     paths: dict[str, Path] = {}
     others: list[str] = []
+    listed = 0
     for name, entry in names.items():
         kind = entry.kind if type(entry) is Instance else kind_of(entry)
         if kind == "TensorStorageMetadata":
-            paths[name] = _path(planned.get(name)) or (name,)
+            paths[name] = _path(file, planned.get(name), entry.at) or (name,)
+            listed += _listed(entry)
         elif kind == "BytesStorageMetadata":
             others.append(name)
         else:
             _structure(file, f"entry {show(name)} is {kind}", value.at)
+    if listed > file.size:  # a list that is there once and stands for many
+        _structure(file, f"its tensors have {listed} boxes, more than it has bytes", value.at)
     places: dict[str, list[tuple[Instance, Any]]] = {}
     for key, place in stored.pairs:
         name = key.get("fqn")
@@ -173,11 +177,30 @@ def _metadata(file: File, value: Any) -> Metadata:
     return Metadata(file, paths, others, version if type(version) is str else "", names, places)
 
 
-def _path(given: Any) -> Path | None:
-    """The keys to an entry, where the planner's mapping says them."""
+def _listed(entry: Instance) -> int:
+    """How many boxes a tensor is said to have."""
+    chunks = entry.get("chunks")
+    return len(chunks) if type(chunks) is Items else 0
+
+
+def _path(file: File, given: Any, at: int) -> Path | None:
+    """The keys to an entry, where the planner's mapping says them.
+
+    Raises:
+        FormatError: E_NAME, they make no name that a tensor may have.
+    """
     if type(given) is not tuple or not 0 < len(given) <= MAX_PATH:
         return None
-    return given if all(type(key) in (str, int) for key in given) else None
+    length = 0
+    for key in given:
+        if type(key) is str:
+            length += len(key)
+        elif type(key) is not int or abs(key) > MAX_DIM:
+            return None
+    if length > MAX_NAME_BYTES:  # one key may stand in every path: such are never put together
+        given = tuple(str(key)[: MAX_NAME_BYTES + 1] for key in given)
+    check_tensor_name(file, ".".join(map(str, given)), at)
+    return given
 
 
 def _structure(file: File, problem: str, at: int = 0) -> NoReturn:
@@ -209,12 +232,14 @@ class _Reading:
             what = f"{len(chunks)} boxes" if type(chunks) is Items else kind_of(chunks)
             self._layout(f"has {what}; the limit is {MAX_BOXES}")
         places = self._places()
-        boxes: dict[Box, None] = {}
+        boxes: dict[tuple[int, ...], Box] = {}  # no two begin at one element
         for chunk in chunks:
             box = self._box(chunk, size, places)
-            if box.numel or not size:
-                boxes.setdefault(box)
-        return Tensor(name, dtype, size, tuple(boxes), entry.at)
+            if (box.numel or not size) and boxes.setdefault(box.offsets, box) != box:
+                self._layout(
+                    f"is {list(size)}, and its element {list(box.offsets)} is in two boxes"
+                )
+        return Tensor(name, dtype, size, tuple(boxes.values()), entry.at)
 
     def _box(
         self, chunk: Any, size: tuple[int, ...], places: Mapping[tuple[int, ...], Place]

@@ -2,7 +2,7 @@
 
 A whole is cut along every plane that no box crosses, and the pieces again, until each is one box:
 meshes, however they were nested, come apart so. What does not is compared pair by pair, up to a
-limit. Work is counted, so that no metadata takes long.
+limit. Work is counted, and its limit grows with the boxes, so that no metadata takes long.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from loadkit_dcp.metadata import Box
 __all__ = ["Fault", "fault_of"]
 
 MAX_WORK = 5_000_000  # boxes that are looked at, again and again
-MAX_KNOT = 1500  # boxes that no plane separates
+LOOKS = 64  # at each box in each dimension; one of a mesh is looked at once for each dimension
+MAX_KNOT = 128  # boxes that no plane separates; five are one in the plane
 
 
 class Fault(NamedTuple):
@@ -36,7 +37,7 @@ def fault_of(size: tuple[int, ...], boxes: Sequence[Box]) -> Fault | None:
     """
     if not prod(size):
         return None
-    work = 0
+    work, most = 0, min(MAX_WORK, 10_000 + LOOKS * len(boxes) * len(size))
     left: list[tuple[tuple[int, ...], tuple[int, ...], list[Box]]] = []
     left.append((tuple(0 for _ in size), size, list(boxes)))
     while left:
@@ -49,7 +50,7 @@ def fault_of(size: tuple[int, ...], boxes: Sequence[Box]) -> Fault | None:
                 return fault
             continue
         work += len(inside) * len(size)
-        if work > MAX_WORK:
+        if work > most:
             return Fault("is in boxes too entangled to be checked", start)
         for dim in range(len(size)):
             groups = _apart(inside, dim)

@@ -166,11 +166,13 @@ def _named(
             where = str(path[0]) if len(path) > 1 else name.partition(".")[0]
             told = where, _is_training(name, path)
             counts[told] = counts.get(told, 0) + 1
-    skipped = {
-        where: f"{count} tensor(s) of "
-        + ("the training's state" if training else f"another dict than {show(key or 'the top')}")
-        for (where, training), count in counts.items()
-    }
+    told_of: dict[str, list[str]] = {}
+    for (where, training), count in counts.items():
+        whose = "the training's state"
+        if not training:
+            whose = f"another dict than {show(key or 'the top')}"
+        told_of.setdefault(where, []).append(f"{count} tensor(s) of {whose}")
+    skipped = {where: "; ".join(parts) for where, parts in told_of.items()}
     return Chosen(names, skipped, key)
 
 
