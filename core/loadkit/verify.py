@@ -25,6 +25,7 @@ from loadkit.resolve import job_for_module
 from loadkit.sources import open_source
 
 if TYPE_CHECKING:
+    from loadkit.base_loader import BaseModelLoader
     from loadkit.conversion.contents import Contents
 
 __all__ = ["Check", "VerifyReport", "verify"]
@@ -95,14 +96,15 @@ def verify(
         broken = bool(found.problems)  # whoever reads the manifest again would raise
         if manifest is not None:
             found.list_files(opened, manifest)
-        contents = found.tried(
-            "headers", lambda: _contents(stack, source, load_format, load_config)
-        )
+        looked = found.tried("headers", lambda: _looked(stack, source, load_format, load_config))
+        contents, loader = (None, None) if looked is None else looked
         if contents is not None and manifest is not None:
             found.list_tensors(manifest, contents.files)
         names = contents.files if contents is not None else ()
         if not broken:
-            found.digests(opened, {*found.files, *(file.name for file in names)}, manifest)
+            checksums = None if loader is None else loader.checksums
+            listed = {*found.files, *(file.name for file in names)}
+            found.digests(opened, listed, manifest, checksums)
         if finite and contents is not None:
             found.finite(contents)
         report = None
@@ -130,14 +132,15 @@ def verify(
     )
 
 
-def _contents(
+def _looked(
     stack: ExitStack,
     source: str | os.PathLike[str],
     load_format: str,
     load_config: LoadConfig | None,
-) -> Contents:
+) -> tuple[Contents, BaseModelLoader]:
+    """What the headers say, and the loader that read them."""
     job = job_for_module(nn.Module(), source, load_format=load_format, load_config=load_config)
     stack.callback(job.close)
     contents = checkpoint_contents(job)
     stack.callback(contents.reader.close)
-    return contents
+    return contents, job.loader

@@ -34,5 +34,5 @@ def line(monkeypatch: pytest.MonkeyPatch) -> FakeLine:
     vars(module).update(plan=fake.plan, load=fake.load)
     monkeypatch.setitem(sys.modules, "loadkit.loader", module)
     monkeypatch.setattr(loadkit, "loader", module, raising=False)
-    monkeypatch.setattr("loadkit.cli.plan.config_summary", lambda request: "a config")
+    monkeypatch.setattr("loadkit.cli.plan.config_summary", lambda request, load_format: "a config")
     return fake

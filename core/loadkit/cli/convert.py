@@ -28,7 +28,8 @@ _option = click.option
     type=click.Choice(["safetensors", "sharded_state"]),
     default="safetensors",
     show_default=True,
-    help="A Hugging Face checkpoint, or every rank's parameters.",
+    help="A Hugging Face checkpoint, or every rank's parameters. Other formats (dcp, gguf, "
+    "tensorizer) are written of a model: loadkit.save(model, TARGET, save_format=...).",
 )
 @_option(
     "--names",

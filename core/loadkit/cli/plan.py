@@ -101,7 +101,7 @@ def _show(
     out.fields(
         [
             ("source", shown_source(request.source)),
-            ("config", config_summary(request)),
+            ("config", config_summary(request, document["load_format"])),
             ("architecture", document["architecture"]),
             ("model class", _from(document["model_class"], document["distribution"])),
             ("load format", _because(document["load_format"], document["load_format_why"])),

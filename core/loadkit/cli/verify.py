@@ -45,8 +45,8 @@ def command(
 ) -> int:  # fmt: skip
     """Check the files of SOURCE: all there, whole, and holding the bytes that are vouched for.
 
-    By the manifest, the index and the hub's digests, as far as there are any. The exit code is 1
-    where anything is wrong.
+    By the manifest, the index, the hub's digests and what archives keep of their own bytes, as far
+    as there are any. The exit code is 1 where anything is wrong.
     """
     from loadkit.verify import verify
 

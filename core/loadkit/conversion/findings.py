@@ -19,9 +19,10 @@ from loadkit.load_plan import SHOWN, Problem
 from loadkit.manifest import MANIFEST, FileEntry, Manifest
 
 if TYPE_CHECKING:
+    from loadkit.base_loader import Checksum
     from loadkit.conversion.contents import Contents
     from loadkit.diff import DiffReport
-    from loadkit.integrity.digests import FileDigests
+    from loadkit.integrity.digests import FileDigests, Hash
     from loadkit.sources.base import File, Source
 
 __all__ = ["Check", "Findings"]
@@ -112,8 +113,21 @@ class Findings:
         text = f"{show(name)} is {told[0]} in {show(file.name)}; {MANIFEST} says {told[1]}"
         self._problem("TENSOR", text, file.name, name)
 
-    def digests(self, source: Source, names: Collection[str], manifest: Manifest | None) -> None:
-        """Every file holds the bytes that the manifest, the hub or a record vouches for."""
+    def digests(
+        self,
+        source: Source,
+        names: Collection[str],
+        manifest: Manifest | None,
+        checksums: Callable[[str], Sequence[Checksum]] | None = None,
+    ) -> None:
+        """Every file holds the bytes that are vouched for: by the manifest, the hub, or itself.
+
+        Args:
+            source: the open source of the files.
+            names: of those that are looked at.
+            manifest: of the folder.
+            checksums: what a file keeps of its own bytes, by its name.
+        """
         files = [source.open(name) for name in sorted(names)]
         entries = {} if manifest is None else manifest.files
         before, vouched = len(self.problems), 0
@@ -129,7 +143,7 @@ class Findings:
             self.files[file.name] |= {"sha256": found, "vouched": MANIFEST}
             if found != entry.sha256:
                 self._damaged(file, entry, found)
-        expected, _ = expected_digests(source, others, {}) if others else ({}, [])
+        expected, _ = expected_digests(source, others, {}, checksums) if others else ({}, [])
         for file in others:
             units = expected.get(id(file))
             if units is not None and any(units.digests):
@@ -160,16 +174,18 @@ class Findings:
 
     def _units(self, file: File, digests: FileDigests) -> None:
         self.files[file.name]["vouched"] = digests.origin
-        for start, end, wanted in zip(digests.starts, digests.ends, digests.digests, strict=True):
+        for number, wanted in enumerate(digests.digests):
+            start, end = digests.unit(number)
             if end > file.size or wanted is None:
                 continue  # shorter than it should be is a problem already
-            found = _sha256(file, start, end)
-            if (start, end) == (0, file.size):
+            made = digests.hash_of(number)
+            found = _digest(file, start, end, made)
+            if (start, end) == (0, file.size) and made.name == "sha256":
                 self.files[file.name]["sha256"] = found
             if found != wanted:
                 text = (
                     f"bytes {start} to {end} of {show(file.name)} are not what {digests.origin} "
-                    f"says: sha256 {found}, not {wanted}"
+                    f"says: {made.name} {found}, not {wanted}"
                 )
                 self._problem("DIGEST", text, file.name, hint=digests.advice)
 
@@ -218,11 +234,15 @@ class Findings:
 
 
 def _sha256(file: File, start: int, end: int) -> str:
-    """The digest of a range of a file, read a block at a time."""
-    sha = hashlib.sha256()
+    """The SHA-256 of a range of a file."""
+    return _digest(file, start, end, hashlib.sha256())
+
+
+def _digest(file: File, start: int, end: int, made: Hash) -> str:
+    """A hash of a range of a file, read a block at a time."""
     for at in range(start, end, BLOCK):
-        sha.update(file.read(at, min(BLOCK, end - at)))
-    return sha.hexdigest()
+        made.update(file.read(at, min(BLOCK, end - at)))
+    return made.hexdigest()
 
 
 def _not_finite(output: Output, contents: Contents) -> tuple[int, int]:

@@ -191,16 +191,17 @@ def _path(file: File, given: Any, at: int) -> Path | None:
     """
     if type(given) is not tuple or not 0 < len(given) <= MAX_PATH:
         return None
+    keys: Path = given
     length = 0
-    for key in given:
+    for key in keys:
         if type(key) is str:
             length += len(key)
         elif type(key) is not int or abs(key) > MAX_DIM:
             return None
     if length > MAX_NAME_BYTES:  # one key may stand in every path: such are never put together
-        given = tuple(str(key)[: MAX_NAME_BYTES + 1] for key in given)
-    check_tensor_name(file, ".".join(map(str, given)), at)
-    return given
+        keys = tuple(str(key)[: MAX_NAME_BYTES + 1] for key in keys)
+    check_tensor_name(file, ".".join(map(str, keys)), at)
+    return keys
 
 
 def _structure(file: File, problem: str, at: int = 0) -> NoReturn:
