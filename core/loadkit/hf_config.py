@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -188,7 +188,7 @@ def _check_value(key: str, value: Any, path: str, file: str) -> None:
     if key in _FLOATS and value is not None and not isinstance(value, Mapping):
         for each in value if isinstance(value, list) else [value]:
             number = isinstance(each, (int, float)) and not isinstance(each, bool)
-            if not number or each < 0 or (isinstance(each, float) and not math.isfinite(each)):
+            if not number or not 0 <= each <= sys.float_info.max:
                 raise bad_value(path, value, "a finite number of at least 0", file=file)
 
 

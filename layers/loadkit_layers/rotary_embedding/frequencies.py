@@ -11,12 +11,14 @@ with, so that far positions (thousands of radians) agree as well.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from loadkit.errors import ConfigFileError
+from loadkit.text import printable
 
 __all__ = ["ROPE_TYPES", "dynamic_inv_freq", "number", "plain_inv_freq"]
 
@@ -41,8 +43,9 @@ def number(
             f"rope type {kind!r} needs {key!r} in rope_parameters (or rope_scaling)",
             detail={"rope_type": kind, "missing": key},
         )
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ConfigFileError(f"rope {key} is {value!r}, not a finite number")
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not abs(value) <= sys.float_info.max:
+        raise ConfigFileError(f"rope {key} is {printable(repr(value), 120)}, not a finite number")
     if minimum is not None and value < minimum:
         raise ConfigFileError(f"rope {key} is {value}, less than {minimum:g}")
     return value

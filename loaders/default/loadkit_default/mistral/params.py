@@ -11,6 +11,7 @@ here knows is a note of the plan and a warning of the load.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -90,19 +91,21 @@ def config_of(params: Mapping[str, Any], *, file: str = PARAMS) -> dict[str, Any
     config["num_key_value_heads"] = heads if kv_heads is None else kv_heads
     head_dim = _count(params, "head_dim", "head_dim", file)
     config["head_dim"] = head_dim or max(1, config["hidden_size"] // max(1, heads))
-    config["rms_norm_eps"] = 1e-5 if params.get("norm_eps") is None else params["norm_eps"]
+    eps = _number(params, "norm_eps", file)
+    config["rms_norm_eps"] = 1e-5 if eps is None else eps
     window = _window(params.get("sliding_window"), config["num_hidden_layers"], file)
     config["sliding_window"] = window
-    theta = params.get("rope_theta")
+    theta = _number(params, "rope_theta", file)
     config["rope_theta"] = theta if theta is not None else 1e6 if window is None else 1e4
     longest = _count(params, "max_position_embeddings", "max_position_embeddings", file)
     longest = longest or _count(params, "max_seq_len", "max_position_embeddings", file)
     config["max_position_embeddings"] = longest or _LONGEST
-    config["hidden_act"] = params.get("activation") or "silu"
-    tied = params.get("tied_embeddings")
-    config["tie_word_embeddings"] = False if tied is None else tied
-    if params.get("dtype") is not None:
-        config["torch_dtype"] = params["dtype"]
+    config["hidden_act"] = _of_type(params, "activation", str, "a name", file) or "silu"
+    tied = _of_type(params, "tied_embeddings", bool, "true or false", file)
+    config["tie_word_embeddings"] = bool(tied)
+    dtype = _of_type(params, "dtype", str, "the name of a dtype", file)
+    if dtype is not None:
+        config["torch_dtype"] = dtype
     if params.get("yarn"):
         config["rope_scaling"] = _yarn(params["yarn"], file)
     if params.get("moe"):
@@ -152,6 +155,25 @@ def _count(params: Mapping[str, Any], key: str, hf_key: str, file: str) -> Any:
     return value
 
 
+def _number(params: Mapping[str, Any], key: str, file: str) -> Any:
+    """A finite number of at least 0; None where it is absent."""
+    value = params.get(key)
+    if value is None:
+        return None
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 <= value <= sys.float_info.max:
+        raise bad_value(key, value, "a finite number of at least 0", file=file)
+    return value
+
+
+def _of_type(params: Mapping[str, Any], key: str, kind: type, accepted: str, file: str) -> Any:
+    """A value of one type; None where it is absent."""
+    value = params.get(key)
+    if value is not None and not isinstance(value, kind):
+        raise bad_value(key, value, accepted, file=file)
+    return value
+
+
 def _window(value: Any, layers: int, file: str) -> int | None:
     """The one window of all layers: a number, its text, or a list that says the same throughout."""
     if isinstance(value, list):
@@ -180,7 +202,7 @@ def _yarn(stated: Any, file: str) -> dict[str, Any]:
     if lacking:
         raise bad_value("yarn", dict(stated), f"an object with {', '.join(_YARN)}", file=file)
     settings = {"rope_type": "yarn", **{hf: stated[key] for key, hf in _YARN.items()}}
-    if stated.get("apply_scale") is False:
+    if _of_type(stated, "apply_scale", bool, "true or false", file) is False:
         settings["attention_factor"] = 1.0  # attention is not made warmer
     return settings
 
