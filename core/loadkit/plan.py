@@ -93,10 +93,8 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         if was:
-            many = gc.get_count()[0] > _MANY_OBJECTS
-            if (
-                many and not gc.get_freeze_count()
-            ):  # else somebody keeps objects frozen: let them be
+            many = gc.get_count()[0] > _MANY_OBJECTS  # and frozen ones are let be
+            if many and not gc.get_freeze_count():
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
