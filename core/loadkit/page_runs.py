@@ -7,19 +7,21 @@ in one page, what is short, and what lies differently in its pages.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from loadkit.readers.pages import PAGE
+from loadkit.readers.pages import PAGE, runs_held
 from loadkit.tracing.pairing import Strip
 from loadkit.tracing.storage import FileLeaf
 
 if TYPE_CHECKING:
     from loadkit.sources.base import File
 
-__all__ = ["MOST_RUNS", "PageRun", "Pages", "pages_of"]
+__all__ = ["MOST_OF_PROCESS", "MOST_RUNS", "PageRun", "Pages", "pages_of", "runs_left"]
 
-MOST_RUNS = 8192  # of one load; Linux gives a process 65,530 mappings
+MOST_RUNS = 8192  # of one load
+MOST_OF_PROCESS = 16384  # of all that live; each splits memory in up to three of Linux's 65,530
 SHORTEST = 128 << 10  # bytes; what a mapping saves is the copy of them
 
 Piece = tuple[FileLeaf, Strip]
@@ -66,7 +68,13 @@ def pages_of(strips: Sequence[Piece], itemsize: int) -> tuple[Pages, list[Piece]
     best = max(
         (Pages(phase, tuple(runs)) for phase, runs in found.items()), key=lambda pages: pages.nbytes
     )
-    return best, [piece for item in strips for piece in _outside(item, best.runs)]
+    ends = [run.target + run.nbytes for run in best.runs]
+    return best, [piece for item in strips for piece in _outside(item, best.runs, ends)]
+
+
+def runs_left() -> int:
+    """How many runs a load may map now, beside those of loads whose models still live."""
+    return max(0, min(MOST_RUNS, MOST_OF_PROCESS - runs_held()))
 
 
 def _joined(strips: Sequence[Piece]) -> Iterator[tuple[File, int, int, int]]:
@@ -91,16 +99,17 @@ def _is_run(strip: Strip) -> bool:
     return strip.rows == 1 or strip.row_bytes == strip.source_stride == strip.target_stride
 
 
-def _outside(item: Piece, runs: Sequence[PageRun]) -> Iterator[Piece]:
-    """The parts of a strip that are in no run."""
+def _outside(item: Piece, runs: Sequence[PageRun], ends: Sequence[int]) -> Iterator[Piece]:
+    """The parts of a strip that are in no run; ``runs`` are in order, and end at ``ends``."""
     leaf, strip = item
     if not _is_run(strip):
         yield item
         return
     at, end = strip.target, strip.target + strip.rows * strip.row_bytes
-    for run in runs:
-        if run.target >= end or run.target + run.nbytes <= at:
-            continue
+    for number in range(bisect_right(ends, at), len(runs)):
+        run = runs[number]
+        if run.target >= end:
+            break
         if run.target > at:
             yield leaf, _part(strip, at, run.target)
         at = run.target + run.nbytes

@@ -10,7 +10,7 @@ import torch
 
 from loadkit.device_layer import is_accelerator
 from loadkit.execution import Moves, Target, chunks, fetch_strips, files_of, moves_of, place_at
-from loadkit.page_runs import MOST_RUNS
+from loadkit.page_runs import runs_left
 from loadkit.readers import can_alias
 from loadkit.readers.base import Place, Reader
 from loadkit.readers.pages import PAGE
@@ -55,7 +55,7 @@ def costs_of(turns: Sequence[Turn], reader: Reader, job: Job) -> Costs:
     aliases = reader.aliases and job.load_config.alias == "auto"
     _settle_aliases(targets, reader, aliases, device)
     bill = Bill(reader)
-    mappings = MOST_RUNS
+    mappings = runs_left()
     read = requests = ring_bytes = kept = peak = parameters = 0
     for turn in turns:
         staged: list[tuple[Target, Moves]] = []

@@ -219,7 +219,7 @@ class _Run:
 
     def overlay(self, target: Target, pages: Pages) -> None:
         """Make memory for a target in which pages of files stand."""
-        flat = self.memory.with_pages(target.storage, target.dtype, pages.phase).view(torch.uint8)
+        flat = self.memory.with_pages(target.storage, target.dtype, pages).view(torch.uint8)
         for run in pages.runs:
             self.reader.overlay(run.file, run.offset, flat[run.target : run.target + run.nbytes])
             self._tell(run.nbytes)

@@ -7,6 +7,7 @@ import torch
 from loadkit.device_layer import DeviceLayer
 from loadkit.errors import ResourceError
 from loadkit.execution import Target
+from loadkit.page_runs import Pages
 from loadkit.readers.pages import reserve
 from loadkit.tracing.evaluate import strided
 from loadkit.tracing.storage import Storage
@@ -34,15 +35,15 @@ class StorageMemory:
             self.flat[id(storage)] = flat
         return flat
 
-    def with_pages(self, storage: Storage, dtype: torch.dtype, phase: int) -> torch.Tensor:
-        """As ``of``, for a storage without memory yet: it begins ``phase`` bytes into a page.
+    def with_pages(self, storage: Storage, dtype: torch.dtype, pages: Pages) -> torch.Tensor:
+        """As ``of``, for a storage without memory yet: it lies in its pages as these need it.
 
         Raises:
             ResourceError: no memory.
         """
         nbytes = storage.numel * storage.itemsize
         try:
-            flat = reserve(nbytes, phase)
+            flat = reserve(nbytes, pages.phase, len(pages.runs))
         except (MemoryError, OSError) as error:
             raise ResourceError(f"no memory for {nbytes} bytes") from error
         return self.flat.setdefault(id(storage), flat.view(dtype))

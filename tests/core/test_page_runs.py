@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 import loadkit
 from helpers.checkpoints import llama_sd, write_cfg, write_index, write_st
 from helpers.extents import content
-from loadkit import page_runs, plan_costs
+from loadkit import page_runs
 from loadkit.config import LoadConfig, ParallelConfig
 from loadkit.errors import IntegrityError, TruncatedError
 from loadkit.page_runs import SHORTEST, pages_of
 from loadkit.readers import mmap as mmap_reader
+from loadkit.readers import pages as reader_pages
 from loadkit.readers.mmap import MmapReader
-from loadkit.readers.pages import PAGE, can_put_pages, put_pages, reserve
+from loadkit.readers.pages import PAGE, can_put_pages, put_pages, reserve, runs_held
 from loadkit.sources.local_file import LocalFile
 from loadkit.tensor_info import TensorInfo
 from loadkit.tracing.pairing import Strip
@@ -119,6 +120,56 @@ def test_a_refusal_is_a_number_and_leaves_the_memory(tmp_path: Path) -> None:
     assert bool((memory == 3).all())
 
 
+def test_a_refusal_that_took_the_memory_away_gives_zeros(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "bytes"
+    path.write_bytes(bytes(PAGE))
+    memory = reserve(3 * PAGE, 0).fill_(3)
+    system, asked = reader_pages._mmap, []
+
+    def as_older_kernels(address: int, nbytes: int, *rest: int) -> Any:
+        asked.append(address)
+        if len(asked) > 1:
+            return system(address, nbytes, *rest)
+        reader_pages._munmap(address, nbytes)
+        return system(address, nbytes, *rest[:-1], 1)  # EINVAL
+
+    monkeypatch.setattr(reader_pages, "_mmap", as_older_kernels)
+    with path.open("rb") as file:
+        assert put_pages(memory[PAGE : 2 * PAGE], file.fileno(), 0) == errno.EINVAL
+    assert memory.view(3, PAGE).unique(dim=1).flatten().tolist() == [3, 0, 3]
+
+
+def test_memory_that_cannot_be_had_again_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = reserve(3 * PAGE, 0)
+    system = reader_pages._mmap
+
+    def refuse(address: int, nbytes: int, *rest: int) -> Any:
+        reader_pages._munmap(address, nbytes)
+        return system(address, 0, *rest)  # no mapping is that short
+
+    monkeypatch.setattr(reader_pages, "_mmap", refuse)
+    with pytest.raises(MemoryError):
+        put_pages(memory[PAGE : 2 * PAGE], -1, 0)
+
+
+def test_whole_pages_only(tmp_path: Path) -> None:
+    path = tmp_path / "bytes"
+    path.write_bytes(bytes(2 * PAGE))
+    file = LocalFile("bytes", str(path))
+    reader = MmapReader(LoadConfig())
+    memory = reserve(3 * PAGE, 0).fill_(3)
+    for offset, start, nbytes in ((0, 0, PAGE - 1), (0, 1, PAGE), (1, 0, PAGE)):
+        with pytest.raises(ValueError, match="no whole pages"):
+            reader.overlay(file, offset, memory[start : start + nbytes])
+    assert bool((memory == 3).all())
+    reader.close()
+    file.close()
+
+
 # -- which pages ---------------------------------------------------------------------------------
 
 
@@ -180,6 +231,21 @@ def test_short_runs_and_rows_are_read() -> None:
     leaf, strip = pieces([(0, 4 * SHORTEST)])[0]
     rows = [(leaf, strip._replace(row_bytes=SHORTEST, rows=2, source_stride=2 * SHORTEST))]
     assert pages_of(rows, 1) == ((0, ()), rows)
+
+
+def test_the_work_is_in_proportion_to_the_number_of_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    strips = pieces([(PAGE, SHORTEST)] * 4000)  # experts: each part of a parameter is a run
+    made = []
+
+    class Counted(page_runs.PageRun):
+        def __getattribute__(self, name: str) -> Any:
+            made.append(name)
+            return super().__getattribute__(name)
+
+    monkeypatch.setattr(page_runs, "PageRun", Counted)
+    pages, rest = pages_of(strips, 1)
+    assert (len(pages.runs), rest) == (4000, [])
+    assert len(made) < 4000 * 20
 
 
 # -- loads ---------------------------------------------------------------------------------------
@@ -247,7 +313,7 @@ def test_a_load_makes_so_many_mappings_and_no_more(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = load(llama).report.aliased_bytes
-    monkeypatch.setattr(plan_costs, "MOST_RUNS", 5)
+    monkeypatch.setattr(page_runs, "MOST_RUNS", 5)
     seen = []
 
     def count(into: torch.Tensor, number: int, offset: int) -> int:
@@ -260,6 +326,25 @@ def test_a_load_makes_so_many_mappings_and_no_more(
     assert ours.report.aliased_bytes < whole
     assert counted(ours)
     assert same(ours, load(llama, alias="never"))
+
+
+def test_models_that_live_together_share_a_process_s_mappings(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gc.collect()
+    before = runs_held()
+    first = load(llama)
+    each = runs_held() - before
+    assert each >= 2 * LAYERS
+    monkeypatch.setattr(page_runs, "MOST_OF_PROCESS", runs_held() + 2)
+    second = load(llama)
+    assert before + each < runs_held() <= before + each + 2
+    assert second.report.aliased_bytes < first.report.aliased_bytes
+    assert counted(second)
+    assert same(first, second)
+    del first, second
+    gc.collect()
+    assert runs_held() == before
 
 
 @pytest.mark.parametrize("strategy", [None, "lazy", "prefetch"])

@@ -33,7 +33,7 @@ from loadkit.readers import runs
 from loadkit.readers.base import Extent, Place, Reader, Survey
 from loadkit.readers.extents import check_extent, copy_rows
 from loadkit.readers.file_states import FileStates, announce, will_need
-from loadkit.readers.pages import can_put_pages, put_pages
+from loadkit.readers.pages import PAGE, can_put_pages, put_pages
 from loadkit.readers.rows import RowReads
 from loadkit.readers.runs import PIECE, what_to_do
 from loadkit.readers.threads import Task, run_tasks, threads_for
@@ -110,11 +110,15 @@ class MmapReader(Reader):
         Where the system refuses one mapping more (it has a limit of them), the pages are read.
 
         Raises:
+            ValueError: it is no whole pages.
+            MemoryError: a refusal took the memory away.
             TruncatedError: the file ends before the last byte.
             ChangedError: the file was changed since it was opened.
             ReadError: the pages could be neither mapped nor read.
         """
         nbytes = into.numel()
+        if offset % PAGE or nbytes % PAGE or into.data_ptr() % PAGE:
+            raise ValueError(f"{nbytes} bytes at {offset} are no whole pages")
         self._map(file).check(offset + nbytes, None)
         number = put_pages(into, file.fileno(), offset)
         if not number:

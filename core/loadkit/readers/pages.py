@@ -8,16 +8,20 @@ do in theirs. Only the pages at which two places meet are memory of its own.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import sys
+import weakref
+from itertools import count
 
 import torch
 
-__all__ = ["PAGE", "can_put_pages", "put_pages", "reserve"]
+__all__ = ["PAGE", "can_put_pages", "put_pages", "reserve", "runs_held"]
 
 PAGE = mmap.PAGESIZE
 _NO_RESERVE = 0x4000  # MAP_NORESERVE
 _FIXED = 0x10  # MAP_FIXED: in place of what is there
+_IF_FREE = 0x100000  # MAP_FIXED_NOREPLACE, Linux 4.17; a hint before that
 
 _mmap = ctypes.CDLL(None, use_errno=True).mmap
 _mmap.restype = ctypes.c_void_p
@@ -25,6 +29,14 @@ _mmap.argtypes = (
     *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int),
     ctypes.c_long,  # off_t where it is used: 64-bit Linux
 )
+_FAILED = ctypes.c_void_p(-1).value  # MAP_FAILED
+_munmap = ctypes.CDLL(None, use_errno=True).munmap
+_munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_madvise = ctypes.CDLL(None, use_errno=True).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+_held: dict[int, int] = {}  # runs of each memory that lives
+_numbers = count()
 
 
 def can_put_pages() -> bool:
@@ -32,18 +44,27 @@ def can_put_pages() -> bool:
     return sys.platform == "linux" and sys.maxsize > 2**32
 
 
-def reserve(nbytes: int, phase: int) -> torch.Tensor:
+def reserve(nbytes: int, phase: int, runs: int = 0) -> torch.Tensor:
     """Zeros, uint8 [nbytes], whose first byte is the ``phase``-th of a page.
 
     Memory is used only where it is written to. All of it, and every page of a file that was put
-    into it, is given back with the last tensor of it.
+    into it, is given back with the last tensor of it; until then ``runs_held`` counts ``runs``.
 
     Raises:
         MemoryError, OSError: there is no room for it.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
     memory = mmap.mmap(-1, phase + nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    if runs:
+        number = next(_numbers)
+        _held[number] = runs
+        weakref.finalize(memory, _held.pop, number, None).atexit = False
     return torch.frombuffer(memory, dtype=torch.uint8, offset=phase, count=nbytes)
+
+
+def runs_held() -> int:
+    """How many runs of files' pages the memory that lives was reserved for."""
+    return sum(tuple(_held.values()))
 
 
 def put_pages(into: torch.Tensor, number: int, offset: int) -> int:
@@ -55,9 +76,27 @@ def put_pages(into: torch.Tensor, number: int, offset: int) -> int:
         offset: of its first byte in the file; a multiple of ``PAGE``.
 
     Returns:
-        0, or the errno of a refusal; the memory is as it was then.
+        0, or the errno of a refusal; the memory is there then, as it was or as zeros.
+
+    Raises:
+        MemoryError: it is not there any more, and cannot be had again.
     """
-    flags = mmap.MAP_PRIVATE | _NO_RESERVE | _FIXED
+    address, nbytes = into.data_ptr(), into.numel()
+    flags = mmap.MAP_PRIVATE | _NO_RESERVE
     prot = mmap.PROT_READ | mmap.PROT_WRITE
-    found = _mmap(into.data_ptr(), into.numel(), prot, flags, number, offset)
-    return ctypes.get_errno() if found == ctypes.c_void_p(-1).value else 0
+    if _mmap(address, nbytes, prot, flags | _FIXED, number, offset) != _FAILED:
+        return 0
+    refusal = ctypes.get_errno()
+    _restore(address, nbytes, prot, flags | mmap.MAP_ANONYMOUS | _IF_FREE)
+    return refusal
+
+
+def _restore(address: int, nbytes: int, prot: int, flags: int) -> None:
+    """Linux takes away what was there before some refusals: have memory there again."""
+    found = _mmap(address, nbytes, prot, flags, -1, 0)
+    if found == _FAILED:
+        there = ctypes.get_errno() == errno.EEXIST
+        if not there and _madvise(address, nbytes, 0) and ctypes.get_errno() == errno.ENOMEM:
+            raise MemoryError(f"no memory for {nbytes} bytes")
+    elif found != address:
+        _munmap(found, nbytes)  # an older kernel, and something is there
