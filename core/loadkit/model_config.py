@@ -14,6 +14,7 @@ from loadkit.config_lookup import (
     merge_overrides,
     text_config,
 )
+from loadkit.detect import matching_formats
 from loadkit.dtypes import dtype_name
 from loadkit.errors import ConfigFileError, ModelError
 from loadkit.frozen import FrozenDict
@@ -107,6 +108,9 @@ class ModelConfig:
             raise ConfigFileError(
                 f"{printable(source.uri, ascii_only=False)} has no {config_file}; it has: {seen}",
                 file=config_file,
+                hint="load_format='mistral' goes by the params.json that is there"
+                if "params.json" in names and "mistral" in matching_formats(names)
+                else f"put the model's {config_file} beside the weights; load_into needs none",
             )
         opened = source.open(config_file)
         data = opened.read(0, opened.size)

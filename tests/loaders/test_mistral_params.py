@@ -49,7 +49,7 @@ def test_yarn_scales_attention_unless_it_is_said_not_to(stated: Any, factor: Any
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), math.inf, math.nan, "4", True])
 def test_a_factor_that_no_float_holds_is_refused(value: Any) -> None:
-    with pytest.raises(ConfigFileError, match="rope factor is .*, not a finite number"):
+    with pytest.raises(ConfigFileError, match=r"rope factor is .*, not a finite number"):
         number({"factor": value}, "factor")
 
 

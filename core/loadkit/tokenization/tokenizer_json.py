@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from loadkit.errors import FormatError
+from loadkit.file_checks import show
 from loadkit.json_safe import parse_json
 from loadkit.sources.base import File, Source
 from loadkit.text import printable
@@ -67,6 +68,11 @@ def from_tokenizer_json(
     return JsonTokenizer(made, values, chat_template or _template(values, where), file)
 
 
+def _is_other(name: str) -> bool:
+    """Whether a file is a tokenizer of a kind that is not read: sentencepiece's, Mistral's."""
+    return name in ("tekken.json", "vocab.json") or name.startswith("tokenizer.model")
+
+
 def from_source(source: Source) -> Tokenizer:
     """The tokenizer of a checkpoint's folder: tokenizer.json and what stands beside it.
 
@@ -76,10 +82,14 @@ def from_source(source: Source) -> Tokenizer:
     """
     names = {info.name for info in source.list()}
     if _TOKENIZER not in names:
+        others = sorted(name for name in names if _is_other(name))
+        told = f"; {show(others[0])} is there, which is not read" if others else ""
         raise FormatError(
-            "the checkpoint has no tokenizer.json",
+            f"the checkpoint has no tokenizer.json{told}",
             code="E_TOKENIZER",
-            hint="save it with the library that made the checkpoint, or give a GGUF file",
+            detail={"found": others},
+            hint="put the tokenizer.json of the same model beside the weights (Hugging Face's "
+            "layout of it has one), or give token ids in place of a text",
         )
     template = None
     if _TEMPLATE in names:

@@ -48,7 +48,8 @@ def number(
         raise ConfigFileError(f"rope {key} is {printable(repr(value), 120)}, not a finite number")
     if minimum is not None and value < minimum:
         raise ConfigFileError(f"rope {key} is {value}, less than {minimum:g}")
-    return value
+    found: float = value
+    return found
 
 
 def plain_inv_freq(dim: int, base: float | torch.Tensor) -> torch.Tensor:
