@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,18 @@ def compute(folder: Path, parallel: ParallelConfig, alias: str) -> dict[str, tor
     return out
 
 
-def two_ranks(folder: Path, into: Path, alias: str) -> list[dict[str, torch.Tensor]]:
-    """The same on two gloo ranks, each in a process of its own."""
+def two_ranks(
+    folder: Path, into: Path, aliases: Sequence[str]
+) -> dict[str, list[dict[str, torch.Tensor]]]:
+    """The same on two gloo ranks, each in a process of its own, for each alias."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    spawn(_rank, args=(folder, into, alias, store.port), nprocs=2)
-    return [load_file(into / f"rank{rank}.st") for rank in range(2)]
+    spawn(_rank, args=(folder, into, aliases, store.port), nprocs=2)
+    return {
+        alias: [load_file(into / f"{alias}{rank}.st") for rank in range(2)] for alias in aliases
+    }
 
 
-def _rank(rank: int, folder: Path, into: Path, alias: str, port: int) -> None:
+def _rank(rank: int, folder: Path, into: Path, aliases: Sequence[str], port: int) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
@@ -47,7 +52,8 @@ def _rank(rank: int, folder: Path, into: Path, alias: str, port: int) -> None:
     try:
         parallel = ParallelConfig(tp_size=2, tp_rank=rank)
         init_parallel_groups(parallel)
-        save_file(compute(folder, parallel, alias), into / f"rank{rank}.st")
+        for alias in aliases:
+            save_file(compute(folder, parallel, alias), into / f"{alias}{rank}.st")
         dist.barrier()
     finally:
         dist.destroy_process_group()

@@ -11,14 +11,29 @@ from helpers.checkpoints import write_llama
 from helpers.loaded_ranks import compute, two_ranks
 from loadkit.config import ParallelConfig
 
+ALIASES = ("auto", "never")
 
-@pytest.mark.parametrize("alias", ["auto", "never"])
-def test_two_gloo_ranks_equal_one(tmp_path: Path, alias: str) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    write_llama(folder, hidden=64, heads=8, kv_heads=2, ffn=96, vocab=41, layers=3)
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("two") / "model"
+    found.mkdir()
+    write_llama(found, hidden=64, heads=8, kv_heads=2, ffn=96, vocab=41, layers=3)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks_of(folder: Path) -> dict[str, list[dict[str, torch.Tensor]]]:
+    """What two ranks say, by alias."""
+    return two_ranks(folder, folder.parent, ALIASES)
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_two_gloo_ranks_equal_one(
+    folder: Path, ranks_of: dict[str, list[dict[str, torch.Tensor]]], alias: str
+) -> None:
     alone = compute(folder, ParallelConfig(), alias)
-    ranks = two_ranks(folder, tmp_path, alias)
+    ranks = ranks_of[alias]
     for rank in ranks:
         for key in ("hidden", "logits"):
             # float32: the ranks' partial sums are added in another order, over 3 layers of
