@@ -196,8 +196,11 @@ def test_a_download_that_takes_too_long_is_given_up(hub: Hub, tmp_path: Path) ->
         hub.ended.wait(30)
 
     hub.ensure = slow
-    assert refused(hub, tmp_path, options={"download_timeout": 0.3}).code == "E_TIMEOUT"
+    error = refused(hub, tmp_path, options={"download_timeout": 0.3})
     hub.ended.set()
+    assert error.code == "E_TIMEOUT"
+    assert error.detail["download_timeout"] == 0.3  # not how long the net may be silent
+    assert "download_timeout" in str(error.hint) and "network" not in str(error.hint)
 
 
 def test_what_comes_slowly_but_comes_is_waited_for(hub: Hub, tmp_path: Path) -> None:

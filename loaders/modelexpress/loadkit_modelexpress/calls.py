@@ -14,7 +14,7 @@ from loadkit.text import printable
 if TYPE_CHECKING:
     from loadkit.config import LoadConfig
 
-__all__ = ["Deadline", "again", "typed", "watched"]
+__all__ = ["Deadline", "again", "status_of", "typed", "watched"]
 
 logger = logging.getLogger(__name__)
 
@@ -90,9 +90,11 @@ def again(call: Callable[[], Value], deadline: Deadline, server: str, model: str
             return call()
         except grpc.RpcError as error:
             found = typed(error, deadline, server, model)
-            if _name(error) not in RETRIED or not deadline.pause():
+            if status_of(error) not in RETRIED or not deadline.pause():
                 raise found from error
-            logger.info("%s: %s; attempt %d", deadline.what, _name(error), deadline.attempts + 1)
+            logger.info(
+                "%s: %s; attempt %d", deadline.what, status_of(error), deadline.attempts + 1
+            )
 
 
 def watched(call: Any, deadline: Deadline) -> Iterator[Any]:
@@ -131,8 +133,8 @@ def watched(call: Any, deadline: Deadline) -> Iterator[Any]:
         watcher.join()
 
 
-def _name(error: Any) -> str:
-    """The status's name."""
+def status_of(error: Any) -> str:
+    """The name of a call's status; ``UNKNOWN`` where it has none."""
     code = error.code() if callable(getattr(error, "code", None)) else None
     return getattr(code, "name", "UNKNOWN")
 
@@ -146,7 +148,7 @@ def typed(error: Any, deadline: Deadline, server: str, model: str = "") -> Loadk
         server: who was asked.
         model: for what.
     """
-    status = _name(error)
+    status = status_of(error)
     details = error.details() if callable(getattr(error, "details", None)) else ""
     said = f"; it says: {printable(details, 200)}" if details else ""
     where = f"the ModelExpress server {printable(server, 100)}"

@@ -15,7 +15,7 @@ from loadkit.file_checks import show
 from loadkit.sources.base import FileInfo
 from loadkit.sources.paths import check_name
 from loadkit.text import printable
-from loadkit_modelexpress.calls import Deadline, again, typed, watched
+from loadkit_modelexpress.calls import Deadline, again, status_of, typed, watched
 from loadkit_modelexpress.library import library
 
 if TYPE_CHECKING:
@@ -69,6 +69,8 @@ class ModelServer:
             PathError: it knows no such model or revision.
             DownloadError: it failed, or is not reached; E_TIMEOUT: ``download_timeout`` passed.
         """
+        import grpc
+
         deadline = self.deadline(f"the server's download of {show(self.model)}")
         request = self._messages.ModelDownloadRequest(
             model_name=self.model, provider=self._provider, ignore_weights=False
@@ -78,10 +80,16 @@ class ModelServer:
 
         def ask() -> Any:
             seconds = self.settings.download_timeout
-            for update in self._client.stub.EnsureModelDownloaded(request, timeout=seconds):
-                logger.info("%s: %s", self.model, printable(update.message or update.status, 200))
-                if update.status != self._messages.DOWNLOADING:
-                    return update
+            try:
+                for update in self._client.stub.EnsureModelDownloaded(request, timeout=seconds):
+                    said = printable(update.message or update.status, 200)
+                    logger.info("%s: %s", self.model, said)
+                    if update.status != self._messages.DOWNLOADING:
+                        return update
+            except grpc.RpcError as error:
+                if status_of(error) != "DEADLINE_EXCEEDED":
+                    raise
+                raise self._too_slow() from error
             return None
 
         update = again(ask, deadline, self.server, self.model)
@@ -97,6 +105,17 @@ class ModelServer:
         if revision is not None:
             self._check_pin(revision, commit)
         return None if commit is None else self._checked_commit(commit)
+
+    def _too_slow(self) -> DownloadError:
+        seconds = self.settings.download_timeout
+        return DownloadError(
+            f"the ModelExpress server {self.server} did not have {show(self.model)} within "
+            f"{seconds:g} s",
+            code="E_TIMEOUT",
+            detail={"server": self.server, "model": self.model, "download_timeout": seconds},
+            hint="load again, for the server may go on with its download; or raise the option "
+            "download_timeout",
+        )
 
     def _check_pin(self, revision: str, commit: str | None) -> None:
         """A server that ignores the revision is no server of it."""
