@@ -214,12 +214,15 @@ class BaseModelLoader(ABC):
             prefix: put before the module names that layers are told.
 
         Raises:
-            LoadkitError: whatever stands against the load.
+            OptionError: ``load_config`` has options of ranks that load together.
+            LoadkitError: whatever else stands against the load.
         """
+        from loadkit.load_group import load_group
         from loadkit.loader import run_line
         from loadkit.resolve import job_for_loader
 
-        return run_line(job_for_loader(self, config, prefix)).model
+        with load_group(None, config.parallel_config, self.load_config) as alone:
+            return run_line(job_for_loader(self, config, prefix), ranks=alone).model
 
 
 def get_model_loader(load_config: LoadConfig) -> BaseModelLoader:
@@ -243,10 +246,15 @@ def get_model_loader(load_config: LoadConfig) -> BaseModelLoader:
 
 
 def get_model(config: LoadkitConfig, prefix: str = "") -> nn.Module:
-    """The model that a bundle describes, loaded: ``get_model_loader`` and ``load_model``."""
+    """The model that a bundle describes, loaded: ``get_model_loader`` and ``load_model``.
+
+    Raises:
+        OptionError: ``load_config`` has options of ranks that load together.
+        LoadkitError: whatever else stands against the load.
+    """
+    from loadkit.load_group import load_group
+    from loadkit.loader import run_line
     from loadkit.resolve import resolve_config
 
-    job = resolve_config(config, prefix)
-    from loadkit.loader import run_line
-
-    return run_line(job).model
+    with load_group(None, config.parallel_config, config.load_config) as alone:
+        return run_line(resolve_config(config, prefix), ranks=alone).model

@@ -30,6 +30,7 @@ from loadkit.progress import Progress
 from loadkit.rank_digest import compare
 from loadkit.read import ReadResult, read_turns
 from loadkit.report import LoadReport, PeakMeter, Stopwatch
+from loadkit.report_of import report_of
 from loadkit.resolve import Job, job_for_module, resolve
 from loadkit.sources.joint import JointSource
 from loadkit.turns import Turn
@@ -105,7 +106,7 @@ def _run_line(job: Job, watch: Stopwatch, ranks: LoadGroup) -> LoadResult:
             given=planned.recorder.given if not job.loader.by_key else job.loader.whole_tensors,
             indirect=not job.loader.reads_checkpoint,
         )
-        report = _report(job, planned, done, watch, meter)
+        report = report_of(job, planned, done, watch, meter)
         result = LoadResult(planned.model, report, plan)
         plugins.call("load_finished", result=result)
         return result
@@ -225,41 +226,6 @@ def _finish(job: Job, planned: Planned, finisher: Finisher) -> None:
     tell_loaded(model)
     if job.module is None:
         model.eval()
-
-
-def _report(
-    job: Job, planned: Planned, done: ReadResult, watch: Stopwatch, meter: PeakMeter
-) -> LoadReport:
-    plan = planned.plan
-    casts: dict[tuple[str, str], int] = {}
-    for change in planned.casts():
-        casts[change] = casts.get(change, 0) + 1
-    warnings = [note.message for note in plan.notes]
-    warnings += [f"{name}: some numbers became infinite in {plan.dtype}" for name in done.overflows]
-    warnings += planned.reader.remarks
-    return LoadReport(
-        source=plan.source,
-        architecture=plan.architecture,
-        load_format=plan.load_format,
-        reader=plan.reader,
-        reader_why=plan.reader_why,
-        parallel=plan.parallel,
-        seconds=dict(watch.seconds),
-        bytes_needed=plan.bytes_needed,
-        bytes_read=done.bytes_read,
-        aliased_bytes=done.aliased_bytes,
-        requests=plan.requests,
-        bytes_fetched=job.source.bytes_fetched,
-        bytes_sent=planned.share.bytes_sent if planned.share else 0,
-        bytes_received=planned.share.bytes_received if planned.share else 0,
-        parameter_bytes=plan.parameter_bytes,
-        peak=meter.peak(),
-        casts=[{"from": a, "to": b, "tensors": n} for (a, b), n in casts.items()],
-        skipped={r.tensor: r.reason or "" for r in plan.rows if r.kind == "skipped" and r.tensor},
-        initialised=dict(planned.initialised),
-        verified=planned.reader.verified(),
-        warnings=warnings,
-    )
 
 
 def load(

@@ -84,7 +84,10 @@ def _settle(
     planned: Planned, arrivals: Arrivals, needs: Sequence[Needs], group: LoadGroup, rank: int
 ) -> None:
     share = Distribution(group, rank, arrivals, needs, Shares(needs))
-    alone = Bill(planned.reader)
+    together = share.shares.nbytes
+    if isinstance(planned.reader, VerifyingReader):  # ranks read again what they have parts of
+        together = sum(_read_by(each, share, planned.reader) for each in range(len(needs)))
+    alone = Bill(planned.reader)  # last: what a reader brings ahead is of its last plan
     for target in arrivals.alone:
         alone.add(moves_of(target, alias=False))
         for _, expr, _ in target.checks:
@@ -92,9 +95,6 @@ def _settle(
     alone.close()
     mine = share.survey(planned.reader)
     rest = planned.reader.survey_end()
-    together = share.shares.nbytes
-    if isinstance(planned.reader, VerifyingReader):  # ranks read again what they have parts of
-        together = sum(_read_by(each, share, planned.reader) for each in range(len(needs)))
     opaque = sum(planned.recorder.opaque_bytes.values())
     plan = planned.plan
     planned.share = share

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 
 from loadkit.distribute import Distribution
 from loadkit.execution import Moves, Target, chunks, fetch_strips, files_of, moves_of, place_at
+from loadkit.host_math import all_finite, decodes_into, same_bits
 from loadkit.memory_errors import give_back
 from loadkit.page_runs import Pages
 from loadkit.readers.base import Extent, Reader
@@ -18,10 +19,9 @@ from loadkit.staged_read import Stage
 from loadkit.staging import tied_error
 from loadkit.staging_math import cast_source, may_overflow
 from loadkit.storage_memory import StorageMemory
-from loadkit.tracing.blocks import DecodeBlocks
 from loadkit.tracing.coverage import reads_own_memory
 from loadkit.tracing.evaluate import ResultCache, evaluate, generate, strided
-from loadkit.tracing.expressions import Call, Const, Expr, Part, Src
+from loadkit.tracing.expressions import Const, Expr, Part, Src
 from loadkit.tracing.program import walk
 from loadkit.tracing.storage import FileLeaf, Storage
 from loadkit.tracing.view import View
@@ -280,14 +280,14 @@ class _Run:
     def _store(self, target: Target, into: torch.Tensor, expr: Expr) -> None:
         cast_from = cast_source(expr)
         source = expr if cast_from is None else cast_from
-        if _decodes_into(source, into):
+        if decodes_into(source, into):
             encoding = source.func.encoding
             encoding.decode_into(self._evaluate(source.args[0]), into)
             return
         value = self._evaluate(source)
         into.copy_(value)
         if cast_from is not None and may_overflow(value.dtype, into.dtype):
-            if _all_finite(into):
+            if all_finite(into):
                 return
             new_inf = torch.isinf(into).to("cpu") & ~torch.isinf(value)
             if bool(new_inf.any()):
@@ -357,7 +357,7 @@ class _Run:
         """
         mine = self.memory.view(target, view)
         other = self._evaluate(expr).to(mine.device)
-        if not _same_bits(mine, other):
+        if not same_bits(mine, other):
             raise tied_error(target, tensor)
 
     def _tell(self, nbytes: int) -> None:
@@ -376,33 +376,4 @@ def _extent(leaf: FileLeaf, strip: Any, flat: torch.Tensor) -> Extent:
         dest=flat[strip.target : end],
         dest_stride=strip.target_stride,
         tensor=leaf.name,
-    )
-
-
-def _all_finite(tensor: torch.Tensor) -> bool:
-    """Whether there is no infinity and no NaN, without a temporary of the tensor's size."""
-    if not tensor.numel():
-        return True
-    if tensor.itemsize == 1:  # 8-bit floats cannot be compared
-        tensor = tensor.to(torch.float32)
-    low, high = torch.aminmax(tensor)
-    return bool(torch.isfinite(low) & torch.isfinite(high))
-
-
-def _decodes_into(expr: Expr, into: torch.Tensor) -> TypeGuard[Call]:
-    """Whether blocks can be decoded straight into memory; what they hold fits bfloat16 too."""
-    return (
-        isinstance(expr, Call)
-        and isinstance(expr.func, DecodeBlocks)
-        and into.device.type == "cpu"
-        and into.dtype in (torch.float32, torch.bfloat16)
-        and expr.size == tuple(into.size())
-    )
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.dtype != b.dtype or a.size() != b.size():
-        return False
-    return torch.equal(
-        a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)
     )

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,18 @@ from helpers.gguf_files import LLAMA_KEYS, llama_tensors, write_gguf
 from helpers.loading_jobs import contents, place_of
 from helpers.plain_ranks import PerRank, PlainRanks
 from helpers.tiny_families import write_family
-from loadkit.config import LoadConfig
+from loadkit.base_loader import get_model_loader
+from loadkit.build import build
+from loadkit.config import LoadConfig, LoadkitConfig, ModelConfig, ParallelConfig
 from loadkit.errors import OptionError
+from loadkit.integrity.reader import VerifyingReader
 from loadkit.manifest import MANIFEST
+from loadkit.plan import make_plan
+from loadkit.plan_together import needs_of_world, share_out
+from loadkit.readers.prefetch import PrefetchingReader
+from loadkit.readers.windows import merged
+from loadkit.resolve import resolve
+from loadkit.sources import open_source
 
 WORLD = 4
 TP4: dict[str, int] = {"tp_size": WORLD}
@@ -175,6 +186,22 @@ def test_options_of_a_group_are_refused_without_one(
         loadkit.load(sources["llama"], load_config=LoadConfig(**options))
 
 
+@pytest.mark.parametrize("options", [{"distribute": "broadcast"}, {"rank_timeout": 3.0}])
+def test_a_bundle_is_loaded_by_one_rank(sources: dict[str, Path], options: dict[str, Any]) -> None:
+    quiet = LoadConfig(use_tqdm_on_load=False)
+    for given, good in ((quiet, True), (replace(quiet, **options), False)):
+        with open_source(sources["llama"], given) as source:
+            model_config = ModelConfig.from_source(source, load_config=given)
+        config = LoadkitConfig(model_config, given, ParallelConfig())
+        named = get_model_loader(replace(given, load_format="safetensors"))
+        for load in (loadkit.get_model, named.load_model):
+            if good:
+                assert contents(load(config)) == contents(loadkit.load_model(sources["llama"]))
+                continue
+            with pytest.raises(OptionError, match=f"{next(iter(options))}.*process_group"):
+                load(config)
+
+
 def test_what_is_no_process_group_is_refused(sources: dict[str, Path]) -> None:
     with pytest.raises(OptionError, match=r"process_group is int; accepted: a torch\.distributed"):
         loadkit.load(sources["llama"], process_group=4)
@@ -205,6 +232,29 @@ def test_each_rank_verifies_what_it_reads_for_all(
     assert sum(each["report"]["bytes_read"] for each in found) == group
     whole = sum(each["report"]["verified"]["compared_bytes"] for each in found)
     assert whole >= loadkit.plan(listed).bytes_needed
+
+
+def test_what_is_brought_ahead_is_what_this_rank_reads(listed: Path) -> None:
+    config = LoadConfig(
+        distribute="broadcast", verify="digest", safetensors_load_strategy="prefetch"
+    )
+    options: dict[str, Any] = {"parallel": place_of(0, TP4), "load_config": config}
+    with closing(resolve(listed, **options)) as job:
+        planned = make_plan(job, build(job))
+        share_out(job, planned, needs_of_world(listed, options, job, planned))
+        reader, share = planned.reader, planned.share
+        assert isinstance(reader, VerifyingReader)
+        assert isinstance(reader.inner, PrefetchingReader)
+        assert share is not None
+        ((_, ranges),) = reader.inner._small.values()
+        mine = [segment for _, segment in share.shares.part(0, 0)]
+        brought = sum(
+            max(0, min(end, one.end) - max(start, one.start))
+            for start, end in merged(ranges)
+            for one in mine
+        )
+        assert brought == sum(one.end - one.start for one in mine)
+        reader.close()
 
 
 @pytest.mark.parametrize("who", [0, 3])
