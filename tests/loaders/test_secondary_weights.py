@@ -289,10 +289,22 @@ def test_a_remote_one_is_planned_by_its_header_and_fetched_or_streamed(
     config = LoadConfig(use_tqdm_on_load=False, stream=stream and primary == "remote")
     plan = loadkit.plan(source, load_config=config)
     assert plan.ok and plan.bytes_fetched > 0
+    told = [note for note in plan.notes if note.code == "DOWNLOAD"]
+    assert [note.hint is not None for note in told] == [primary == "remote"] * len(told)
+    assert len(told) == (not config.stream)
     result = loadkit.load(source, load_config=config)
     check(result.model)
     assert result.report.bytes_read == plan.bytes_to_read
     assert web.sent("model.safetensors") > 0
+
+
+def test_options_of_the_first_ones_source_are_no_business_of_a_local_one(
+    web: WebServer, tmp_path: Path
+) -> None:
+    write_st(tmp_path / "model.safetensors", ENCODER)
+    made(web.folder, model_or_path=str(tmp_path / "model.safetensors"))
+    config = LoadConfig(use_tqdm_on_load=False, stream=True, network_timeout=7.0)
+    check(loadkit.load(f"{web.url}/text/", load_config=config).model)
 
 
 def test_ranks_that_load_together_share_it_too(place: Path) -> None:

@@ -29,6 +29,7 @@ class JointSource(Source):
         super().__init__(first.uri, first.load_config)
         self.first, self.second = first, second
         self.single: str | None = getattr(first, "single", None)
+        self.load_options = first.load_options  # type: ignore[misc]  # what a load may ask for
         self.remarks = [*first.remarks, *second.remarks]
         self._names = {info.name for info in second.list() if takes(info.name)}
         self._end = weakref.finalize(self, second.close)

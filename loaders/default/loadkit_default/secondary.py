@@ -57,7 +57,7 @@ def joined(
         for number, one in enumerate(stated, 1):
             folder = f"secondary:{one.prefix.strip('.') or number}"
             taken = {each.folder for each in opened}
-            opened.append(_opened(one, load_config, make))
+            opened.append(_opened(one, load_config, make, source.load_options))
             opened[-1].move(folder if folder not in taken else f"{folder}:{number}")
     except BaseException:
         for each in opened:
@@ -69,8 +69,14 @@ def joined(
 
 
 def _opened(
-    stated: WeightSource, load_config: LoadConfig, make: type[DefaultModelLoader]
+    stated: WeightSource,
+    load_config: LoadConfig,
+    make: type[DefaultModelLoader],
+    of_first: frozenset[str],
 ) -> MovedSource:
+    """A checkpoint, its headers read. Options ``of_first``, which the first one's source follows,
+    need not mean anything to this one's.
+    """
     patterns = stated.allow_patterns_overrides
     config = replace(
         load_config,
@@ -86,7 +92,10 @@ def _opened(
     moved = MovedSource(open_source(stated.model_or_path, config))
     try:
         loader = make(config)
-        refuse_unused(config, loader, moved.inner)
+        idle = of_first - moved.inner.load_options - {"revision"}
+        spec = config.options()
+        own = replace(config, **{name: spec[name].default for name in idle})
+        refuse_unused(own, loader, moved.inner)
         loader.source, moved.loader, moved.prefix = moved, loader, stated.prefix
         loader.infos()  # headers are held against the index by the files' own names
     except BaseException:
