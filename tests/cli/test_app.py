@@ -134,6 +134,15 @@ def test_a_cause_is_named(run: Run, line: FakeLine) -> None:
     assert "  cause: ModuleNotFoundError: No module named 'nope'" in run("plan", "x").err
 
 
+def test_a_note_is_a_line_and_a_traceback_of_many_lines_is_none(run: Run, line: FakeLine) -> None:
+    line.error = ArchitectureImportError("no")
+    line.error.add_note("server was left: it is not reached")
+    line.error.add_note("in rank 1:\nTraceback")
+    said = run("plan", "x").err
+    assert "  note: server was left: it is not reached" in said.splitlines()
+    assert "Traceback" not in said
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [

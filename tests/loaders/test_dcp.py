@@ -287,8 +287,10 @@ def test_inspect_follows_weights_key(folder: Path, capsys: pytest.CaptureFixture
 
 def test_a_folder_without_metadata_says_so(folder: Path) -> None:
     (folder / ".metadata").unlink()
-    with pytest.raises(FormatError, match=r"and no \.metadata, which says what is in them"):
-        loadkit.load(folder)
+    for named in (folder, folder / "__0_0.distcp"):
+        with pytest.raises(FormatError, match=r"and no \.metadata, which says what is") as caught:
+            loadkit.load(named)
+        assert "name the folder" in str(caught.value.hint)
     (folder / "__0_0.distcp").unlink()
     with pytest.raises(NoWeightsError):
         loadkit.load(folder, load_config=DCP)

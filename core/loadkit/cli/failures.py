@@ -95,6 +95,9 @@ def _typed_lines(error: LoadkitError) -> Iterator[str]:
     cause = error.__cause__
     if cause is not None and str(cause) not in error.message:
         yield f"  cause: {type(cause).__name__}: {cause}"
+    for note in getattr(error, "__notes__", ()):  # those of many lines are a rank's traceback
+        if "\n" not in note:
+            yield f"  note: {printable(note, ascii_only=False)}"
     if error.hint and not problems:
         yield f"  hint: {error.hint}"
 

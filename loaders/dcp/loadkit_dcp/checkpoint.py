@@ -159,8 +159,8 @@ def _metadata_files(source: Source) -> list[str]:
             code="E_STRUCTURE",
             file=METADATA,
             detail={"files": data[:20]},
-            hint="a save that was not finished leaves none; a copy may have left it out, for its "
-            "name begins with a dot",
+            hint="name the folder, and none of its files; a save that was not finished leaves no "
+            f"{METADATA}, and a copy may have left it out, for its name begins with a dot",
         )
     raise no_weights(listing, "dcp", [METADATA, "*.distcp"])
 
