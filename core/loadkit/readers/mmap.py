@@ -33,7 +33,7 @@ from loadkit.readers import runs
 from loadkit.readers.base import Extent, Place, Reader, Survey
 from loadkit.readers.extents import check_extent, copy_rows
 from loadkit.readers.file_states import FileStates, announce, will_need
-from loadkit.readers.pages import PAGE, can_put_pages, put_pages
+from loadkit.readers.pages import PAGE, can_put_pages, madvise, put_pages
 from loadkit.readers.rows import RowReads
 from loadkit.readers.runs import PIECE, what_to_do
 from loadkit.readers.threads import Task, run_tasks, threads_for
@@ -275,16 +275,12 @@ def _map_private(fd: int, size: int) -> mmap.mmap:
     return mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE, **more)
 
 
-_madvise = ctypes.CDLL(None, use_errno=True).madvise
-_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-
-
 def _populate(address: int, nbytes: int) -> int:
     """Fault pages in for reading; an errno, or 0 when done or when this kernel cannot."""
     if sys.platform != "linux":
         return 0
     while True:
-        number = ctypes.get_errno() if _madvise(address, nbytes, _POPULATE_READ) else 0
+        number = ctypes.get_errno() if madvise(address, nbytes, _POPULATE_READ) else 0
         if number == errno.EINVAL:
             return 0
         if number not in (errno.EINTR, errno.EAGAIN):

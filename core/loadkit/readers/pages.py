@@ -16,24 +16,25 @@ from itertools import count
 
 import torch
 
-__all__ = ["PAGE", "can_put_pages", "put_pages", "reserve", "runs_held"]
+__all__ = ["PAGE", "can_put_pages", "madvise", "put_pages", "reserve", "runs_held"]
 
 PAGE = mmap.PAGESIZE
 _NO_RESERVE = 0x4000  # MAP_NORESERVE
 _FIXED = 0x10  # MAP_FIXED: in place of what is there
 _IF_FREE = 0x100000  # MAP_FIXED_NOREPLACE, Linux 4.17; a hint before that
 
-_mmap = ctypes.CDLL(None, use_errno=True).mmap
+_libc = ctypes.CDLL(None, use_errno=True)
+_mmap = _libc.mmap
 _mmap.restype = ctypes.c_void_p
 _mmap.argtypes = (
     *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int),
     ctypes.c_long,  # off_t where it is used: 64-bit Linux
 )
 _FAILED = ctypes.c_void_p(-1).value  # MAP_FAILED
-_munmap = ctypes.CDLL(None, use_errno=True).munmap
+_munmap = _libc.munmap
 _munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_madvise = ctypes.CDLL(None, use_errno=True).madvise
-_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+madvise = _libc.madvise
+madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 _held: dict[int, int] = {}  # runs of each memory that lives
 _numbers = count()
@@ -96,7 +97,7 @@ def _restore(address: int, nbytes: int, prot: int, flags: int) -> None:
     found = _mmap(address, nbytes, prot, flags, -1, 0)
     if found == _FAILED:
         there = ctypes.get_errno() == errno.EEXIST
-        if not there and _madvise(address, nbytes, 0) and ctypes.get_errno() == errno.ENOMEM:
+        if not there and madvise(address, nbytes, 0) and ctypes.get_errno() == errno.ENOMEM:
             raise MemoryError(f"no memory for {nbytes} bytes")
     elif found != address:
         _munmap(found, nbytes)  # an older kernel, and something is there

@@ -15,6 +15,7 @@ from loadkit import tables
 from loadkit.config import LoadConfig
 from loadkit.errors import ReadFailure
 from loadkit.readers.base import Extent, Place, Reader
+from loadkit.readers.pages import PAGE, reserve
 from loadkit.sources.base import File
 from loadkit.sources.local_file import LocalFile
 from loadkit.testing.loader_case import fail
@@ -157,6 +158,22 @@ class ReaderContract:
             fail("changing a view changed the file")
         del view
         reader.close()
+
+    def test_pages_of_a_file_stand_in_memory_and_nothing_beside_them_changes(self) -> None:
+        reader = self.make()
+        if not reader.overlays:
+            reader.close()
+            pytest.skip("the reader puts no pages of files into memory")
+        memory = reserve(4 * PAGE, 0).fill_(_GUARD)
+        reader.overlay(self.file, PAGE, memory[PAGE : 3 * PAGE])
+        reader.close()
+        self.file.close()
+        around = bytes([_GUARD]) * PAGE
+        if bytes(memory.tolist()) != around + self.content[PAGE : 3 * PAGE] + around:
+            fail("the memory holds other bytes")
+        memory.fill_(0)
+        if self.path.read_bytes() != self.content:
+            fail("changing the memory changed the file")
 
     # -- inside ------------------------------------------------------------------------------------
 
