@@ -19,6 +19,7 @@ import torch
 import loadkit
 from helpers.checkpoints import write_shards
 from helpers.families import (
+    DECODED,
     Case,
     Tensors,
     build,
@@ -134,6 +135,31 @@ def stack_experts(weights: Tensors) -> Tensors:
     return out
 
 
+class OnRanks:
+    """What four ranks make of the cases; those of slow tests are run once one is asked for."""
+
+    def __init__(
+        self,
+        ranks: FourRanks,
+        cases: dict[str, Case],
+        slow: set[str],
+        folders: pytest.TempPathFactory,
+    ) -> None:
+        self._ranks, self._folders = ranks, folders
+        self._waiting = [
+            {name: case for name, case in cases.items() if (name in slow) is late}
+            for late in (False, True)
+        ]
+        self._found: dict[str, list[Tensors]] = {}
+
+    def of(self, case: str, layout: str) -> list[Tensors]:
+        """Each rank's outputs."""
+        for batch in [batch for batch in self._waiting if case in batch]:
+            self._waiting.remove(batch)
+            self._found |= self._ranks.run(batch, self._folders.mktemp("ranks"))
+        return self._found[f"{case}/{layout}"]
+
+
 class DecoderFamilyTests:
     """Subclass it as ``Test...``.
 
@@ -232,11 +258,24 @@ class DecoderFamilyTests:
         cases: dict[str, Case],
         four_ranks: FourRanks,
         tmp_path_factory: pytest.TempPathFactory,
-    ) -> dict[str, list[Tensors]]:
-        return four_ranks.run(cases, tmp_path_factory.mktemp("ranks"))
+    ) -> OnRanks:
+        return OnRanks(four_ranks, cases, cls.slow_on_ranks(), tmp_path_factory)
+
+    @classmethod
+    def slow_on_ranks(cls) -> set[str]:
+        """Cases that add a crossing alone: another form of a variant that is not ``joined``."""
+        others = list(cls.forms)[1:]
+        return {f"{v}-{form}" for v in cls.variants for form in others if v not in cls.joined}
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         causal = [v for v, c in self.variants.items() if not c.get("use_bidirectional_attention")]
+        if "ranked_name" in metafunc.fixturenames:
+            slow = self.slow_on_ranks()
+            names = [f"{v}-{form}" for v in self.variants for form in self.forms]
+            metafunc.parametrize(
+                "ranked_name",
+                [pytest.param(n, marks=[pytest.mark.slow] if n in slow else []) for n in names],
+            )
         for argument, variants, forms in (
             ("case_name", self.variants, self.forms),
             ("joined_name", self.joined, self.forms),
@@ -256,22 +295,22 @@ class DecoderFamilyTests:
 
     @pytest.mark.parametrize("tp", [2, 4])
     def test_real_ranks_equal_transformers(
-        self, case_name: str, tp: int, cases: dict[str, Case], ranks: dict[str, list[Tensors]]
+        self, ranked_name: str, tp: int, cases: dict[str, Case], ranks: OnRanks
     ) -> None:
-        case = cases[case_name]
-        for got in ranks[f"{case_name}/tp{tp}"]:
+        case = cases[ranked_name]
+        for got in ranks.of(ranked_name, f"tp{tp}"):
             same(got["hidden"], case.hidden)
             assert case.logits is not None
             same(got["logits"], case.logits)
             if case.decode:
-                same(got["decoded"], case.hidden[: case.borders[1]])
+                same(got["decoded"], case.hidden[:DECODED])
 
     def test_other_layouts_of_real_ranks_equal_transformers(
-        self, cases: dict[str, Case], ranks: dict[str, list[Tensors]]
+        self, cases: dict[str, Case], ranks: OnRanks
     ) -> None:
         for case_name, case in cases.items():
             for layout in case.layouts:
-                for got in ranks[f"{case_name}/{layout}"]:
+                for got in ranks.of(case_name, layout):
                     same(got["hidden"], case.hidden)
                     assert case.logits is not None
                     same(got["logits"], case.logits)
@@ -281,13 +320,14 @@ class DecoderFamilyTests:
         self, causal_name: str, prompt: int, cases: dict[str, Case]
     ) -> None:
         case = cases[causal_name]
+        ids = case.ids[: case.borders[1]]  # longer than every variant's window
         model = build(case.model, case.config)
         load(model, case.weights)
         with torch.inference_mode():
-            at_once = model(case.ids, torch.arange(len(case.ids)))
-        same(decode(model, case.ids, prompt), at_once)
+            at_once = model(ids, torch.arange(len(ids)))
+        same(decode(model, ids, prompt), at_once)
         with torch.inference_mode():  # and the caches are gone
-            assert torch.equal(model(case.ids, torch.arange(len(case.ids))), at_once)
+            assert torch.equal(model(ids, torch.arange(len(ids))), at_once)
 
     @pytest.mark.parametrize("tp", [1, 2, 4])
     def test_the_ranks_shards_put_together_are_the_checkpoint(

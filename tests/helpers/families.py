@@ -23,6 +23,7 @@ from loadkit_layers.attention import Attention
 from loadkit_layers.kv_cache import KVCache
 
 __all__ = [
+    "DECODED",
     "Case",
     "build",
     "decode",
@@ -36,13 +37,14 @@ __all__ = [
 ]
 
 Tensors = dict[str, torch.Tensor]
+DECODED = 5  # tokens that ranks compute one by one: past a window of 4, and past a cache of 4
 
 
 @dataclass
 class Case:
     """``ids [T]`` and ``borders [B + 1]`` go in, ``hidden [T, D]`` (and ``logits``) come out.
 
-    With ``decode`` the first sequence is also computed token by token, with caches. ``layouts``
+    With ``decode`` its first tokens are also computed one by one, with caches. ``layouts``
     are more ways to lay the model over four ranks: name to what ``ParallelConfig.for_rank`` takes.
     """
 
@@ -173,5 +175,5 @@ def run_case(folder: Path, parallel: ParallelConfig) -> Tensors:
     load(model, load_file(folder / "weights.st"))
     got = run(model, ids, case["borders"], case["first_position"], case["logits"])
     if case["decode"]:
-        got["decoded"] = decode(model, ids[: case["borders"][1]])
+        got["decoded"] = decode(model, ids[:DECODED])
     return got
