@@ -193,7 +193,10 @@ class VerifyingReader(Reader):
         for found in self._digests.values():
             left = self._tally.left(found)
             mapped = self._tally.is_mapped(found)
-            total += self._tally.unseen(found, left) if mapped else 0
+            unseen = self._tally.unseen(found, left) if mapped else 0
+            if unseen and landed is not None:
+                landed(unseen)
+            total += unseen
             run = self._mapped if mapped else partial(self._unit, inside=(), landed=landed)
             tasks += [partial(run, found, unit) for unit in left]
         total += self._run(tasks) + self.inner.end(landed)
