@@ -575,6 +575,7 @@ for number in range(int(tries)):
     found = contents(out)
     word = "new" if same_result(found, new) else "old" if found == old else "MIXED"
     print(word, os.WIFSIGNALED(status), flush=True)
+    takes *= 0.9 if word == "new" else 1.1  # the machine has faster and slower moments
     if word == "new" and how == "calls":
         break
     if word == "new" and number < int(tries) - 1:  # the next one starts from the old again

@@ -27,15 +27,17 @@ RESIDENT_BYTES = 1.5 * 2**30
 
 # What a fresh process runs for the whole size: it prints one JSON line.
 ALL_RANKS = """
-import json, resource, sys, time
+import json, sys, time
 sys.path.insert(0, sys.argv[1])
 from helpers.deepseek_shaped import plan_ranks, register_deepseek_shaped
 register_deepseek_shaped()
 before = time.process_time()
 ranks = plan_ranks(sys.argv[2], 8)
+status = open("/proc/self/status").read()
 print(json.dumps({
     "seconds": time.process_time() - before,
-    "resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    # VmHWM begins anew with a program; ru_maxrss would count what its parent held.
+    "resident": int(status.partition("VmHWM:")[2].split()[0]) << 10,
     "ranks": ranks,
 }))
 """

@@ -45,6 +45,7 @@ for number in range(1, tries + 1):
     found = number_in(out)  # every tensor, the index and the config agree
     assert found in (before, float(number)), (found, before, number)
     print("new" if found == number else "old", os.WIFSIGNALED(status), flush=True)
+    takes *= 0.9 if found == number else 1.1  # the machine has faster and slower moments
     before = found
 """
 
