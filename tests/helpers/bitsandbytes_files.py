@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -40,17 +41,39 @@ def is_linear(name: str) -> bool:
     return name.endswith("_proj.weight")
 
 
+_made: dict[tuple[Any, ...], State] = {}
+
+
+def _once(asked: tuple[Any, ...], weight: torch.Tensor, make: Callable[[], State]) -> State:
+    """What ``make`` gives, made once per content: most tests quantise the same toy model."""
+    content = weight.detach().contiguous().view(torch.uint8).numpy()
+    key = (*asked, weight.dtype, tuple(weight.shape), hashlib.blake2b(content).digest())
+    if key not in _made:
+        _made[key] = make()
+    return {name: tensor.clone() for name, tensor in _made[key].items()}
+
+
 def pack(name: str, weight: torch.Tensor, **options: Any) -> State:
     """One 4-bit matrix as it is saved; ``options`` of ``quantize_4bit``."""
-    codes, state = F.quantize_4bit(weight, **{"quant_type": "nf4", **options})
-    return {name: codes, **{f"{name}.{k}": v for k, v in state.as_dict(packed=True).items()}}
+
+    def make() -> State:
+        codes, state = F.quantize_4bit(weight, **{"quant_type": "nf4", **options})
+        return {"": codes, **{f".{k}": v for k, v in state.as_dict(packed=True).items()}}
+
+    asked = ("4bit", *sorted((key, str(value)) for key, value in options.items()))
+    return {f"{name}{end}": value for end, value in _once(asked, weight, make).items()}
 
 
 def pack_eight(name: str, weight: torch.Tensor) -> State:
     """One int8 matrix as it is saved."""
-    codes, scales, _ = F.int8_vectorwise_quant(weight.to(torch.float16))
+
+    def make() -> State:
+        codes, scales, _ = F.int8_vectorwise_quant(weight.to(torch.float16))
+        form = torch.tensor(0, dtype=torch.uint8)
+        return {"weight": codes, "SCB": scales, "weight_format": form}
+
+    codes, scales, form = _once(("int8",), weight, make).values()
     stem = name.removesuffix("weight")
-    form = torch.tensor(0, dtype=torch.uint8)
     return {name: codes, f"{stem}SCB": scales, f"{stem}weight_format": form}
 
 

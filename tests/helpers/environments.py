@@ -45,6 +45,7 @@ MEMBERS = sorted(
 def run(*command: str | Path, code: int = 0) -> str:
     """Standard output of a command run outside the checkout; standard error if it is to fail."""
     settings = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "2"}
+    settings |= {"OMP_WAIT_POLICY": "PASSIVE"}
     settings |= {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_NO_CACHE_DIR": "1"}
     settings |= {"HOME": str(Path.home()), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     parts = [str(part) for part in command]
