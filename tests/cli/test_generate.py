@@ -236,7 +236,7 @@ def end_of(process: subprocess.Popen[str], ranks: list[psutil.Process]) -> tuple
     return process.returncode, err, seconds
 
 
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("which", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_rank_is_the_one_cause(model: Path, which: int) -> None:
     with speaking(model) as (process, ranks):
         ranks[which].kill()

@@ -36,7 +36,7 @@ def speak(model: Path, *options: object) -> Ran:
     return spawn(*line, "--dtype", "float32", "--json", *options, timeout=240)
 
 
-@pytest.mark.parametrize("tp", [1, 3])
+@pytest.mark.parametrize("tp", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_ids_are_those_of_llama_cpp(smollm2: Path, tp: int) -> None:
     ran = speak(smollm2, "--tp", tp)
     assert ran.code == 0, ran.err

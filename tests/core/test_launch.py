@@ -120,25 +120,21 @@ def test_one_failed_rank_is_the_one_cause(
         assert is_gone(caught.value.detail["pid"])
 
 
-def test_REG_02_registrations_that_do_not_travel_are_told(
+def test_REG_02_registrations_that_do_not_travel_and_a_function_that_is_not_there_are_told(
     launch: Launch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Here(torch.nn.Module):
         """A class that no other process can import."""
 
     ModelRegistry.register_model("HereForCausalLM", Here)
-    with pytest.raises(DistributedError):
+    with pytest.raises(DistributedError, match=r"rank 0 of 1: .*no_such_job"):
         launch.run("no_such_job", tp=1)
     assert "will not have architecture 'HereForCausalLM'" in caplog.text
     assert 'register "module:Class"' in caplog.text
 
 
-def test_a_function_that_is_not_there_is_told_by_its_rank(launch: Launch) -> None:
-    with pytest.raises(DistributedError, match=r"rank 0 of 1: .*no_such_job"):
-        launch.run("no_such_job", tp=1)
-
-
-def test_ranks_say_the_tokens_that_one_says(tmp_path: Path, launch: Launch) -> None:
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_ranks_say_the_tokens_that_one_says(tmp_path: Path, launch: Launch, tp: int) -> None:
     write_llama(tmp_path)
     expected = greedy(loadkit.load_model(tmp_path), [1, 2, 3], max_new_tokens=12)
     arguments = {
@@ -148,16 +144,15 @@ def test_ranks_say_the_tokens_that_one_says(tmp_path: Path, launch: Launch) -> N
         "max_new_tokens": 12,
         "eos_ids": frozenset(),
     }
-    for tp in (1, 2):
-        said: list[int] = []
-        found = run_ranks(
-            "loadkit.generation:speak",
-            arguments,
-            world(tp),
-            on_message=lambda _, token, said=said: said.append(token),
-        )
-        assert found == [expected] * tp
-        assert said == expected
+    said: list[int] = []
+    found = run_ranks(
+        "loadkit.generation:speak",
+        arguments,
+        world(tp),
+        on_message=lambda _, token: said.append(token),
+    )
+    assert found == [expected] * tp
+    assert said == expected
 
 
 def test_fewer_devices_than_ranks_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

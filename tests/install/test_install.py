@@ -159,10 +159,12 @@ def test_an_extra_brings_its_format(gguf: environments.Environment) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param((), marks=pytest.mark.slow),
-        ("--tp", "2"),
-        ("--quantization", "gguf"),
+        (),
+        ("--tp", "3", "--quantization", "gguf"),
+        pytest.param(("--tp", "2"), marks=pytest.mark.slow),
+        pytest.param(("--quantization", "gguf"), marks=pytest.mark.slow),
     ],
+    ids=lambda options: " ".join(options) or "plain",
 )
 def test_with_the_extra_a_lone_file_speaks(
     gguf: environments.Environment, alphabet: Path, options: tuple[str, ...]

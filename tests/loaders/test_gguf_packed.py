@@ -140,6 +140,7 @@ def test_smollm2_says_the_oracles_ids(packed: loadkit.LoadResult, oracle: dict[s
     assert new == prompt["greedy24_ids"][:12]
 
 
+@pytest.mark.slow
 def test_smollm2_says_them_on_three_real_ranks(smollm2: Path, oracle: dict[str, Any]) -> None:
     line = ["generate", smollm2, "--prompt", oracle["p1"]["text"], "--max-new-tokens", 3]
     options = ["--dtype", "float32", "--quantization", "gguf", "--tp", 3, "--json"]
