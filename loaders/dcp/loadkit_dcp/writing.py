@@ -76,10 +76,7 @@ def write_item(
     if gap:
         out.write(bytes(gap))
     stream = _Stream(out, path[-1])
-    alone = _alone(tensor)
-    torch.save(alone, cast("IO[bytes]", stream))
-    if alone.data_ptr() != tensor.data_ptr():
-        alone.untyped_storage().resize_(0)  # torch.save's classes hold it until they are collected
+    torch.save(_alone(tensor), cast("IO[bytes]", stream))
     return Written(file, at + gap, stream.size, path, tuple(tensor.shape), tensor.dtype)
 
 
