@@ -35,8 +35,8 @@ $(STAMP):
 test: setup  ## the tests, with wheels of everything installed into clean environments
 	$(PY) -m pytest -q $(WORKERS) $(ARGS)
 
-test-all: test  ## and the slow and large ones, one at a time
-	$(PY) -m pytest -q -m "slow or large"
+test-all: test  ## and the slow and large ones
+	$(PY) -m pytest -q $(WORKERS) -m "slow or large"
 
 check: setup  ## ruff, its formatter, mypy strict over all members
 	$(PY) -m ruff check .
