@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -18,7 +19,9 @@ import pytest
 import loadkit
 from helpers.checkpoints import llama_sd, write_cfg, write_llama, write_st
 from helpers.cli import Ran
+from loadkit import generation
 from loadkit.generate import greedy
+from loadkit.launch import Patience
 
 Run = Callable[..., Ran]
 PROMPT = [1, 2, 3]
@@ -247,6 +250,23 @@ def test_a_killed_rank_is_the_one_cause(model: Path, which: int) -> None:
     assert seconds < 10
 
 
+def test_the_timeout_is_the_ranks_patience(
+    run: Run, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes of that patience: ``test_launch``, and the next test in full."""
+    seen: list[Patience] = []
+
+    def continued(*_: object, patience: Patience, **__: object) -> list[int]:
+        seen.append(patience)
+        return []
+
+    monkeypatch.setattr(generation, "continue_prompt", continued)
+    line = ("generate", model, "--prompt-ids", "1", "--tp", 2)
+    assert run(*line).code == run(*line, "--timeout", 3).code == 0
+    assert seen == [Patience(), replace(Patience(), silence=3, collective=3)]
+
+
+@pytest.mark.slow
 def test_a_stopped_rank_is_given_up_after_the_timeout(model: Path) -> None:
     with speaking(model, "--timeout", 3) as (process, ranks):
         ranks[1].suspend()

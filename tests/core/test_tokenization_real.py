@@ -14,25 +14,28 @@ from hypothesis import strategies as st
 
 from helpers.gguf_metadata import read_metadata
 from loadkit.tokenization import Tokenizer, from_gguf
+from loadkit.tokenization.byte_bpe import pretokenizer
 from loadkit.tokenization.pretokenizers import PRETOKENIZERS
+from loadkit.tokenization.vocabulary import Metadata
 
-Metadata = dict[str, Any]
+Values = dict[str, Any]
 ORACLES = {
     "smollm2": "smollm2-135m-dequant-f32",
     "gemma3": "gemma3-270m-dequant-f32-exactgelu",
     "qwen2.5": "qwen2.5-coder-0.5b-dequant-f32",
 }
 LARGE = pytest.mark.large
+ONE_OF_EACH = {kind: name for name, kind in PRETOKENIZERS.items() if name != "smollm"}.values()
 NAMES = ["smollm2", pytest.param("gemma3", marks=LARGE), pytest.param("qwen2.5", marks=LARGE)]
 
 
 @pytest.fixture(scope="module")
-def metadata(script: Callable[[str], ModuleType]) -> Callable[[str], Metadata]:
+def metadata(script: Callable[[str], ModuleType]) -> Callable[[str], Values]:
     """``metadata("smollm2")`` is what that model's file says; skips where it cannot be had."""
     fetch_model = script("fetch_model")
-    kept: dict[str, Metadata] = {}
+    kept: dict[str, Values] = {}
 
-    def of(name: str) -> Metadata:
+    def of(name: str) -> Values:
         if name not in kept:
             try:
                 folder = fetch_model.fetch(name)
@@ -45,7 +48,7 @@ def metadata(script: Callable[[str], ModuleType]) -> Callable[[str], Metadata]:
 
 
 @pytest.fixture(scope="module")
-def smollm2(metadata: Callable[[str], Metadata]) -> Tokenizer:
+def smollm2(metadata: Callable[[str], Values]) -> Tokenizer:
     return from_gguf(metadata("smollm2"))
 
 
@@ -59,7 +62,7 @@ def stored(root: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_prompts_ids_are_those_of_the_oracle(
-    name: str, metadata: Callable[[str], Metadata], root: Path
+    name: str, metadata: Callable[[str], Values], root: Path
 ) -> None:
     oracle = json.loads((root / f"tests/data/{ORACLES[name]}.llamacpp.json").read_text())
     tokenizer = from_gguf(metadata(name))
@@ -72,7 +75,7 @@ def test_the_prompts_ids_are_those_of_the_oracle(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_many_texts_have_the_ids_of_llama_cpp(
-    name: str, metadata: Callable[[str], Metadata], stored: dict[str, Any]
+    name: str, metadata: Callable[[str], Values], stored: dict[str, Any]
 ) -> None:
     tokenizer = from_gguf(metadata(name))
     compared = 0
@@ -83,9 +86,21 @@ def test_many_texts_have_the_ids_of_llama_cpp(
     assert compared > 100
 
 
-@pytest.mark.parametrize("pre", [name for name in PRETOKENIZERS if name != "smollm"])
+def test_every_name_means_its_way_to_cut_words() -> None:
+    for name, kind in PRETOKENIZERS.items():
+        assert pretokenizer(Metadata({"tokenizer.ggml.pre": name}, None)) is kind
+
+
+@pytest.mark.parametrize(
+    "pre",
+    [
+        pytest.param(name, marks=[] if name in ONE_OF_EACH else pytest.mark.slow)
+        for name in PRETOKENIZERS
+        if name != "smollm"
+    ],
+)
 def test_each_way_to_cut_words_gives_the_ids_of_llama_cpp(
-    pre: str, metadata: Callable[[str], Metadata], stored: dict[str, Any]
+    pre: str, metadata: Callable[[str], Values], stored: dict[str, Any]
 ) -> None:
     """Names that share a pre-tokenizer are compared with the one that was stored."""
     same = [name for name, kind in PRETOKENIZERS.items() if kind == PRETOKENIZERS[pre]]
@@ -116,7 +131,7 @@ def test_smollm2_knows_its_special_tokens(smollm2: Tokenizer) -> None:
 
 
 @pytest.mark.large
-def test_gemma_knows_its_special_tokens(metadata: Callable[[str], Metadata]) -> None:
+def test_gemma_knows_its_special_tokens(metadata: Callable[[str], Values]) -> None:
     gemma = from_gguf(metadata("gemma3"))
     assert (gemma.bos_id, gemma.eos_id, gemma.eot_id) == (2, 1, 106)
     assert gemma.stop_ids == {1, 106}
@@ -124,7 +139,7 @@ def test_gemma_knows_its_special_tokens(metadata: Callable[[str], Metadata]) -> 
 
 
 @pytest.fixture(scope="module")
-def reference(metadata: Callable[[str], Metadata]) -> Any:
+def reference(metadata: Callable[[str], Values]) -> Any:
     """SmolLM2's tokenizer as its own tokenizer.json describes it: digits, then bytes."""
     from tokenizers import AddedToken, models, pre_tokenizers
     from tokenizers import Tokenizer as Library
@@ -172,7 +187,7 @@ def test_any_text_comes_back(text: str, smollm2: Tokenizer) -> None:
 
 @pytest.mark.slow
 def test_smollm2_is_what_transformers_makes_of_the_same_file(
-    metadata: Callable[[str], Metadata], smollm2: Tokenizer, stored: dict[str, Any]
+    metadata: Callable[[str], Values], smollm2: Tokenizer, stored: dict[str, Any]
 ) -> None:
     from transformers.integrations.gguf import gguf_tokenizer_mapping as theirs
 
