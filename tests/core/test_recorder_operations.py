@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.operators import add_into, copy_to, without_fake
 from helpers.traced import Cases, Weights, check_line
 
 Tensor = torch.Tensor
@@ -299,21 +300,6 @@ def autocast(p: Any, w: Tensor) -> None:
 
 
 # ------------------------------------------------------------ other people's operators and modules
-
-
-@torch.library.custom_op("loadkit_test::add_into", mutates_args=("x",))
-def add_into(x: Tensor, y: Tensor) -> None:
-    x.add_(y)
-
-
-@torch.library.custom_op("loadkit_test::copy_to", mutates_args=("out",))
-def copy_to(x: Tensor, out: Tensor) -> None:
-    out.copy_(x * 2)
-
-
-@torch.library.custom_op("loadkit_test::without_fake", mutates_args=())
-def without_fake(x: Tensor) -> Tensor:
-    return x * 2
 
 
 @CASES.one()
