@@ -69,6 +69,7 @@ class Index:
     duplicates: tuple[str, ...] = ()  # one sentence per distribution with two records
     unknown_allowed: tuple[str, ...] = ()  # names in LOADKIT_PLUGINS that nothing answers to
     requires: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    core: str | None = None  # the core's own version, as ``core_version`` says it
 
     @cached_property
     def by_name(self) -> dict[tuple[str, str], list[Row]]:
@@ -167,7 +168,7 @@ def _read() -> Index:
             ]
     rows, unknown = _apply_lists(rows)
     rows.sort(key=lambda row: (row.group, row.name, row.distribution))
-    return Index(tuple(rows), tuple(duplicates), unknown, requires)
+    return Index(tuple(rows), tuple(duplicates), unknown, requires, core_version())
 
 
 def _ours(found: Iterable[Distribution]) -> Iterable[Distribution]:

@@ -154,19 +154,25 @@ class NameTable:
         ready = {row.name for row in index().of_group(self.group) if row.state == "ready"}
         return sorted(ready | set(self._local))
 
-    def entries(self) -> list[Entry]:
-        """Every name with where it comes from and its state, sorted; broken ones too."""
-        found = [self._entry(row) for row in index().of_group(self.group) if not self._hides(row)]
-        for name, local in sorted(self._local.items()):
-            row = next((r for r in self._rows(name) if same_class(r.value, local.path)), local.row)
+    def entries(self, name: str | None = None) -> list[Entry]:
+        """Every name with where it comes from and its state, sorted; broken ones too.
+
+        ``name``: that one alone, without a look at the others.
+        """
+        rows = index().of_group(self.group) if name is None else self._all_rows(name)
+        found = [self._entry(row) for row in rows if not self._hides(row)]
+        for each, local in sorted(self._local.items()):
+            if name not in (None, each):
+                continue
+            row = next((r for r in self._rows(each) if same_class(r.value, local.path)), local.row)
             if row is None or row.group != self.group:
                 where = (row.distribution, row.version) if row else (HERE, "")
-                found.append(Entry(name, local.path, *where, "ready"))
+                found.append(Entry(each, local.path, *where, "ready"))
         present = {entry.name for entry in found}
-        for name, known in KNOWN.get(self.kind, {}).items():
-            if name not in present:
+        for each, known in KNOWN.get(self.kind, {}).items():
+            if each not in present and name in (None, each):
                 line = pip_line(known.extra)
-                found.append(Entry(name, "", known.distribution, "", "not installed", "", line))
+                found.append(Entry(each, "", known.distribution, "", "not installed", "", line))
         return sorted(found, key=lambda entry: (entry.name, entry.distribution))
 
     def missing(self, name: str) -> LoadkitError:
@@ -235,12 +241,14 @@ class NameTable:
         return broken[0] if broken else None
 
     def _claimed(self, name: str) -> bool:
-        rows = index().by_name.get((self.group, name), [])
+        rows = self._all_rows(name)
         return name in self._local or any(row.state in ("ready", "broken") for row in rows)
 
     def _rows(self, name: str, *, usable: bool = True) -> list[Row]:
-        rows = index().by_name.get((self.group, name), [])
-        return [row for row in rows if (row.state == "ready") is usable]
+        return [row for row in self._all_rows(name) if (row.state == "ready") is usable]
+
+    def _all_rows(self, name: str) -> list[Row]:
+        return index().by_name.get((self.group, name), [])
 
     def _hides(self, row: Row) -> bool:
         """Whether an override of this process took a row's name."""

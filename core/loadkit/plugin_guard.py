@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from typing import Any, TypeVar
 
-from loadkit.entry_index import Row, core_version, index
+from loadkit.entry_index import Row, index
 from loadkit.errors import LoadkitError, PluginError
 from loadkit.known_names import canonical
 from loadkit.text import printable
@@ -165,10 +166,16 @@ def import_value(value: str) -> Any:
 
 def mismatch(row: Row) -> str | None:
     """Why a row's distribution does not go with this core, or None."""
-    version = core_version()
-    if version is None:
+    installed = index()
+    if installed.core is None:
         return None
-    for line in index().requires.get(canonical(row.distribution), ()):
+    return _mismatch(installed.requires.get(canonical(row.distribution), ()), installed.core)
+
+
+@lru_cache(maxsize=256)
+def _mismatch(requires: tuple[str, ...], version: str) -> str | None:
+    """Which of a distribution's requirements this version of the core does not meet, or None."""
+    for line in requires:
         if not canonical(line).startswith("loadkit-core"):
             continue
         from packaging.requirements import InvalidRequirement, Requirement

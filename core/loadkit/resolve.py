@@ -297,8 +297,6 @@ def _job(
 
 
 def _distribution(architecture: str) -> str:
-    """Who registered an architecture; empty where this process did."""
-    for entry in tables.models.entries():
-        if entry.name == architecture:
-            return entry.distribution or ""
-    return ""
+    """Which distribution an architecture comes from, or that this process has registered it."""
+    entries = tables.models.entries(architecture)
+    return entries[0].distribution if entries else ""

@@ -6,7 +6,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,18 +67,26 @@ def file_system_of(path: str, device: int, mounts: Path = _MOUNTS) -> str:
         lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return ""
-    wanted = f"{os.major(device)}:{os.minor(device)}"
+    wanted = f" {os.major(device)}:{os.minor(device)} "
+    for fields in _mounts(line for line in lines if wanted in line):
+        if fields[2] == wanted.strip():
+            return _type(fields)
     resolved = os.path.realpath(path)
     best, kind = -1, ""
-    for line in lines:
-        fields = line.split(" ")
-        if "-" not in fields[6:]:
-            continue
-        name = fields[fields.index("-", 6) + 1]
-        if fields[2] == wanted:
-            return name
+    for fields in _mounts(lines):
         point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
         inside = point == "/" or resolved == point or resolved.startswith(point + "/")
         if inside and len(point) >= best:
-            best, kind = len(point), name
+            best, kind = len(point), _type(fields)
     return kind
+
+
+def _mounts(lines: Iterable[str]) -> Iterator[list[str]]:
+    """The fields of each line that is a mount's."""
+    split = (line.split(" ") for line in lines)
+    return (fields for fields in split if "-" in fields[6:])
+
+
+def _type(fields: list[str]) -> str:
+    """The type in a mount's line: what follows its optional fields."""
+    return fields[fields.index("-", 6) + 1]
