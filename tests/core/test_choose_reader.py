@@ -254,7 +254,7 @@ def test_SPD_01_a_load_from_a_network_touches_no_page_of_a_map(
         return view(self, file, offset, nbytes)
 
     monkeypatch.setattr(MmapReader, "view", watching)
-    monkeypatch.setattr(mapping, "_populate", lambda address, nbytes: touched.append(nbytes))
+    monkeypatch.setattr(mapping, "populate", lambda address, nbytes: touched.append(nbytes))
     for module in (surroundings, file_systems):
         monkeypatch.setattr(module, "file_system_of", lambda path, device: "nfs4")
     far = loadkit.load(tmp_path, dtype=dtype, parallel=parallel, load_config=config)

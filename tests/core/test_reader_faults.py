@@ -92,7 +92,7 @@ def test_fault_3_interrupted_calls_are_invisible(
 def failing_at(monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
     """The nth request for bytes fails, be it a read or the populating of pages."""
     calls, lock = iter(range(1, 10**9)), threading.Lock()
-    read, populate = os.preadv, mmap._populate
+    read, populate = os.preadv, mmap.populate
 
     def fails() -> bool:
         with lock:
@@ -107,7 +107,7 @@ def failing_at(monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
         return errno.EFAULT if fails() else populate(address, nbytes)
 
     monkeypatch.setattr(os, "preadv", reading)
-    monkeypatch.setattr(mmap, "_populate", populating)
+    monkeypatch.setattr(mmap, "populate", populating)
 
 
 @every_reader
@@ -321,7 +321,7 @@ def test_fault_8_a_file_cut_between_the_check_and_the_copy_is_an_error_and_not_a
 def test_fault_1_pages_that_cannot_be_had_are_an_error_and_not_a_signal(
     file: LocalFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mmap, "_populate", lambda address, nbytes: errno.EFAULT)
+    monkeypatch.setattr(mmap, "populate", lambda address, nbytes: errno.EFAULT)
     reader = MmapReader(LoadConfig(), FileStates(local=lambda file: True))
     place = Place(file, 100, 50, 9, 70, "t")
     for act in (

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-from math import gcd
+from typing import Any
 
+import numpy as np
 import torch
 
 from loadkit.readers.base import Extent
+from loadkit.readers.pages import PAGE, populate
 
 __all__ = ["buffer_at", "check_extent", "copy_rows"]
 
-_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-
-# torch copies fewer elements than this without waking its own thread pool. A pool for each of
-# our threads would fight over the same cores.
-_SERIAL_ELEMENTS = 32767
+_LONG_ROW = 64 << 10  # bytes from which on a row is a copy of its own
+_NEAR = 512 << 10  # bytes that the processor still holds when it comes back to them
 
 _memoryview_at = ctypes.pythonapi.PyMemoryView_FromMemory
 _memoryview_at.restype = ctypes.py_object
@@ -70,26 +69,25 @@ def copy_rows(
 ) -> None:
     """Copy ``rows`` runs of ``row_bytes`` bytes between two addresses; strides in bytes.
 
-    The caller keeps both sides alive. Small rows go through torch, a few thousand at a time;
-    the interpreter lock is released while bytes move.
+    The caller keeps both sides alive. The interpreter lock is released while bytes move. Memory
+    that nobody has written to yet is asked for a piece at a time: a page fault for each page, from
+    within the copy, takes half as long again.
     """
-    if row_bytes >= 64 << 10:
-        for row in range(rows):
-            ctypes.memmove(dest + row * dest_stride, source + row * source_stride, row_bytes)
-        return
-    word = gcd(8, row_bytes, source_stride, dest_stride, source, dest)
-    width = row_bytes // word
-    step = max(1, _SERIAL_ELEMENTS // width)
+    step = 1 if row_bytes >= _LONG_ROW else max(1, _NEAR // dest_stride)
     for first in range(0, rows, step):
         count = min(step, rows - first)
-        into = _rows_at(dest + first * dest_stride, dest_stride, width, count, word)
-        into.copy_(_rows_at(source + first * source_stride, source_stride, width, count, word))
+        into, from_ = dest + first * dest_stride, source + first * source_stride
+        span = (count - 1) * dest_stride + row_bytes
+        if span >= PAGE and dest_stride - row_bytes < PAGE:
+            populate(into, span, for_writing=True)  # where it cannot, the copy itself finds out
+        if count == 1:
+            ctypes.memmove(into, from_, row_bytes)
+        else:
+            rows_in = _rows_at(into, dest_stride, row_bytes, count)
+            np.copyto(rows_in, _rows_at(from_, source_stride, row_bytes, count))
 
 
-def _rows_at(address: int, stride: int, width: int, rows: int, word: int) -> torch.Tensor:
-    """Memory as a tensor [rows, width] of words; ``stride`` in bytes."""
-    count = ((rows - 1) * stride) // word + width
-    flat = torch.frombuffer(
-        buffer_at(address, count * word), dtype=_WORDS[word], count=count, requires_grad=False
-    )
-    return flat.as_strided((rows, width), (stride // word, 1))
+def _rows_at(address: int, stride: int, row_bytes: int, rows: int) -> np.ndarray[Any, Any]:
+    """Memory as an array [rows] of items without a type; ``stride`` in bytes."""
+    buffer = buffer_at(address, (rows - 1) * stride + row_bytes)
+    return np.ndarray((rows,), f"V{row_bytes}", buffer, strides=(stride,))

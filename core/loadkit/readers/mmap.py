@@ -15,7 +15,6 @@ of a file that was cut; the ``pread`` reader is for files that others write.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import mmap
 import os
@@ -33,7 +32,7 @@ from loadkit.readers import runs
 from loadkit.readers.base import Extent, Place, Reader, Survey
 from loadkit.readers.extents import check_extent, copy_rows
 from loadkit.readers.file_states import FileStates, announce, will_need
-from loadkit.readers.pages import PAGE, can_put_pages, madvise, put_pages
+from loadkit.readers.pages import PAGE, can_put_pages, populate, put_pages
 from loadkit.readers.rows import RowReads
 from loadkit.readers.runs import PIECE, what_to_do
 from loadkit.readers.threads import Task, run_tasks, threads_for
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
 __all__ = ["MmapReader"]
 
 NEAR = 128 << 10  # rows whose gap is at most this are populated together and copied
-_POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
 
 
 class MmapReader(Reader):
@@ -249,8 +247,7 @@ class _Map:
 
     def populate(self, offset: int, nbytes: int, owner: Extent | Place) -> None:
         """Have the pages of these bytes in memory, or raise."""
-        start = (self.address + offset) // mmap.PAGESIZE * mmap.PAGESIZE
-        number = _populate(start, self.address + offset + nbytes - start)
+        number = populate(self.address + offset, nbytes)
         if not number:
             return
         self.check(offset + nbytes, owner)
@@ -273,18 +270,6 @@ def _map_private(fd: int, size: int) -> mmap.mmap:
         flags |= 0x4000  # MAP_NORESERVE
     more: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
     return mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE, **more)
-
-
-def _populate(address: int, nbytes: int) -> int:
-    """Fault pages in for reading; an errno, or 0 when done or when this kernel cannot."""
-    if sys.platform != "linux":
-        return 0
-    while True:
-        number = ctypes.get_errno() if madvise(address, nbytes, _POPULATE_READ) else 0
-        if number == errno.EINVAL:
-            return 0
-        if number not in (errno.EINTR, errno.EAGAIN):
-            return number
 
 
 def _end(extent: Extent | Place) -> int:

@@ -16,11 +16,20 @@ from itertools import count
 
 import torch
 
-__all__ = ["PAGE", "can_put_pages", "madvise", "put_pages", "reserve", "runs_held"]
+__all__ = [
+    "PAGE",
+    "can_put_pages",
+    "madvise",
+    "populate",
+    "put_pages",
+    "reserve",
+    "runs_held",
+]
 
 PAGE = mmap.PAGESIZE
 _NO_RESERVE = 0x4000  # MAP_NORESERVE
 _FIXED = 0x10  # MAP_FIXED: in place of what is there
+_POPULATE_READ, _POPULATE_WRITE = 22, 23  # MADV_POPULATE_*, Linux 5.14
 _IF_FREE = 0x100000  # MAP_FIXED_NOREPLACE, Linux 4.17; a hint before that
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -66,6 +75,25 @@ def reserve(nbytes: int, phase: int, runs: int = 0) -> torch.Tensor:
 def runs_held() -> int:
     """How many runs of files' pages the memory that lives was reserved for."""
     return sum(tuple(_held.values()))
+
+
+def populate(address: int, nbytes: int, *, for_writing: bool = False) -> int:
+    """Fault in the pages of these bytes.
+
+    Returns:
+        An errno, or 0: done, or this kernel has no call for it.
+    """
+    if sys.platform != "linux":
+        return 0
+    start = address // PAGE * PAGE
+    advice = _POPULATE_WRITE if for_writing else _POPULATE_READ
+    while True:
+        refused = madvise(start, address + nbytes - start, advice)
+        number = ctypes.get_errno() if refused else 0
+        if number == errno.EINVAL:
+            return 0
+        if number not in (errno.EINTR, errno.EAGAIN):
+            return number
 
 
 def put_pages(into: torch.Tensor, number: int, offset: int) -> int:
