@@ -125,7 +125,8 @@ def _one_run(
         s.rows != 1 and not s.row_bytes == s.source_stride == s.target_stride for _, s in strips
     ):
         return None
-    strips = sorted(strips, key=lambda item: item[1].target)
+    if len(strips) > 1:
+        strips = sorted(strips, key=lambda item: item[1].target)
     at = target.view.offset * target.dtype.itemsize
     leaf, first = strips[0]
     start = place = leaf.info.offset + first.source

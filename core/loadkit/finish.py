@@ -13,6 +13,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from loadkit.build import swap
 from loadkit.errors import CoverageError, LoadkitError, ModelError
 from loadkit.execution import Target
+from loadkit.module_walk import attribute_of, named_modules
 from loadkit.processed_layout import is_processed_layout
 from loadkit.quantization_base import QuantizeMethodBase
 from loadkit.text import printable
@@ -82,7 +83,7 @@ class Finisher:
         """
         modules = [
             (name, module)
-            for name, module in self._model.named_modules()
+            for name, module in named_modules(self._model)
             if not (self._processed and is_processed_layout(module))
         ]
         for name, module in modules:
@@ -90,14 +91,14 @@ class Finisher:
                 self._finish_weights(name, module)
         dtype = self._model_config.dtype if self._model_config is not None else None
         for name, module in modules:
-            own = getattr(module, "process_weights_after_loading", None)
+            own = attribute_of(module, "process_weights_after_loading")
             if callable(own):
                 with _named(name, module), device_loading_context(module, self._device):
                     own(dtype)
 
     def _finish_weights(self, name: str, module: nn.Module) -> None:
         self._done.add(id(module))
-        method = getattr(module, "quant_method", None)
+        method = attribute_of(module, "quant_method")
         if isinstance(method, QuantizeMethodBase):
             with _named(name, module), device_loading_context(module, self._device):
                 method.process_weights_after_loading(module)
@@ -184,7 +185,7 @@ def tell_loaded(model: nn.Module) -> None:
         ModelError: a hook failed; names the module.
     """
     nothing = _IncompatibleKeys([], [])
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         for hook in list(module._load_state_dict_post_hooks.values()):
             with _named(name, module):
                 hook(module, nothing)
@@ -207,14 +208,17 @@ def check_ready(model: nn.Module) -> None:
     Raises:
         CoverageError: names the first ones.
     """
-    bad = [
-        name
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        if tensor.device.type == "meta" or isinstance(tensor, LazyTensor)
-    ]
+    bad: dict[int, str] = {}
+    for prefix, module in named_modules(model):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and (
+                tensor.device.type == "meta" or isinstance(tensor, LazyTensor)
+            ):
+                bad.setdefault(id(tensor), f"{prefix}.{name}" if prefix else name)
     if bad:
+        names = list(bad.values())
         raise CoverageError(
-            f"{len(bad)} parameter(s) have no memory after the load: {', '.join(bad[:5])}",
-            parameter=bad[0],
-            detail={"parameters": bad},
+            f"{len(names)} parameter(s) have no memory after the load: {', '.join(names[:5])}",
+            parameter=names[0],
+            detail={"parameters": names},
         )

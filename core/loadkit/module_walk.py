@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
-__all__ = ["named_modules"]
+__all__ = ["attribute_of", "named_modules"]
 
 
 def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -26,3 +28,15 @@ def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
                 if part is not None
             ]
     return found
+
+
+def attribute_of(module: nn.Module | None, name: str) -> Any:
+    """``getattr(module, name, None)``, quickly: most modules lack most, and theirs raises."""
+    kind = type(module)
+    if getattr(kind, "__getattr__", None) is not nn.Module.__getattr__ or hasattr(kind, name):
+        return getattr(module, name, None)
+    own = vars(module)
+    if name in own:
+        return own[name]
+    parts = (own["_parameters"], own["_buffers"], own["_modules"])
+    return next((part[name] for part in parts if name in part), None)

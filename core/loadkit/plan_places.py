@@ -66,12 +66,7 @@ def _parameters(model: nn.Module) -> Iterator[Place]:
 
 def _held_elsewhere(model: nn.Module, recorder: Recorder, sweep: Iterable[Held]) -> Iterator[Place]:
     """Real tensors beside parameters and buffers that were written to: attributes, mostly."""
-    parts = {
-        local_of(t).untyped_storage()._cdata
-        for t in (*model.parameters(), *model.buffers())
-        if not isinstance(t, LazyTensor) and not is_lazy(t)
-    }
-    done: set[int] = set()
+    done: set[int] | None = None  # memory of what is a place already
     for held in sweep:
         if held.is_part or isinstance(held.tensor, LazyTensor):
             continue
@@ -79,11 +74,22 @@ def _held_elsewhere(model: nn.Module, recorder: Recorder, sweep: Iterable[Held])
             continue
         key = held.tensor.untyped_storage()._cdata
         storage = recorder.tracked(held.tensor)
-        if key in parts or key in done or storage is None or storage.real is None:
+        if storage is None or storage.real is None:
+            continue
+        if done is None:
+            done = set(_memory_of_parts(model))
+        if key in done:
             continue
         done.add(key)
         if storage.writes:
             yield Place((held.where,), storage.real, False, model)
+
+
+def _memory_of_parts(model: nn.Module) -> Iterator[int]:
+    """The memory of every parameter and buffer that has some."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not isinstance(tensor, LazyTensor) and not is_lazy(tensor):
+            yield local_of(tensor).untyped_storage()._cdata
 
 
 def _dotted(prefix: str, name: str) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from loadkit.execution import Target
-from loadkit.module_walk import named_modules
+from loadkit.module_walk import attribute_of, named_modules
 from loadkit.quantization_base import QuantizeMethodBase
 from loadkit.tracing.expressions import Expr, Part
 from loadkit.tracing.program import walk
@@ -33,7 +33,7 @@ class Turn:
     def kept_bytes(self) -> int:
         """What the targets hold once the module is finished, as far as its method says."""
         raw = sum(target.storage.numel * target.storage.itemsize for target in self.targets)
-        method = getattr(self.module, "quant_method", None)
+        method = attribute_of(self.module, "quant_method")
         if not isinstance(method, QuantizeMethodBase) or self.module is None:
             return raw
         kept = method.bytes_after_loading(self.module)
@@ -42,7 +42,7 @@ class Turn:
 
 def is_repacked(module: nn.Module) -> bool:
     """Whether a module's weights are changed after loading: then they must be owned."""
-    method = getattr(module, "quant_method", None)
+    method = attribute_of(module, "quant_method")
     if method is None:
         return False
     own = getattr(type(method), "process_weights_after_loading", None)

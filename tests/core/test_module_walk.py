@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from loadkit.build import parameters_on_meta
-from loadkit.module_walk import named_modules
+from loadkit.module_walk import attribute_of, named_modules
 from loadkit.tracing.recorder import Recorder
 from loadkit.weight_memory import empty_weight
 
@@ -28,6 +28,43 @@ def test_the_walk_is_torchs_in_its_order_each_module_once() -> None:
     assert named_modules(model) == list(model.named_modules())
     assert [name for name, _ in named_modules(model)][:3] == ["", "first", "first.0"]
     assert named_modules(nn.ReLU()) != []
+
+
+class Wrapper(nn.Module):
+    """One that has its inner module's attributes, as FSDP has."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> object:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+
+class Layer(nn.Linear):
+    """With a class attribute and a property."""
+
+    kind = "layer"
+
+    @property
+    def width(self) -> int:
+        return self.in_features
+
+
+def test_an_attribute_is_what_getattr_gives_wherever_a_module_keeps_it() -> None:
+    layer = Layer(2, 3)
+    layer.method = object()
+    layer.register_buffer("scale", torch.ones(1))
+    layer.inner = nn.ReLU()
+    layer.register_module("none", None)
+    names = ("method", "scale", "weight", "inner", "none", "kind", "width", "forward", "missing")
+    for module in (layer, Wrapper(layer), nn.ReLU(), None):
+        for name in names:
+            found, wanted = attribute_of(module, name), getattr(module, name, None)
+            assert found is wanted or found == wanted, name
 
 
 def test_weights_take_memory_but_while_parameters_go_to_meta() -> None:

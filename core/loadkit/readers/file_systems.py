@@ -64,12 +64,14 @@ def file_system_of(path: str, device: int, mounts: Path = _MOUNTS) -> str:
     the mount point that holds the resolved path decides.
     """
     try:
-        lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        table = mounts.read_bytes()
     except OSError:
         return ""
-    wanted = f" {os.major(device)}:{os.minor(device)} "
+    number = f"{os.major(device)}:{os.minor(device)}"
+    lines = table.splitlines()
+    wanted = f" {number} ".encode()
     for fields in _mounts(line for line in lines if wanted in line):
-        if fields[2] == wanted.strip():
+        if fields[2] == number:
             return _type(fields)
     resolved = os.path.realpath(path)
     best, kind = -1, ""
@@ -81,9 +83,9 @@ def file_system_of(path: str, device: int, mounts: Path = _MOUNTS) -> str:
     return kind
 
 
-def _mounts(lines: Iterable[str]) -> Iterator[list[str]]:
+def _mounts(lines: Iterable[bytes]) -> Iterator[list[str]]:
     """The fields of each line that is a mount's."""
-    split = (line.split(" ") for line in lines)
+    split = (os.fsdecode(line).split(" ") for line in lines)
     return (fields for fields in split if "-" in fields[6:])
 
 
