@@ -56,8 +56,8 @@ MAX_ATTEMPTS = 16  # times a model is traced; each later one knows more of what 
 class Planned:
     """A traced model, its plan, and the reader that the plan counted with.
 
-    ``turns``: in what turns it is filled. ``share``: how ranks read for each other, where
-    ``distribute`` says that they do.
+    ``turns``: in what turns it is filled. ``verification``: what the reader compares. ``share``:
+    how ranks read for each other, where ``distribute`` says that they do.
     """
 
     model: nn.Module
@@ -66,6 +66,7 @@ class Planned:
     reader: Reader
     initialised: dict[str, str]
     turns: list[Turn]
+    verification: Verification
     share: Distribution | None = None
 
     def casts(self) -> Iterator[tuple[str, str]]:
@@ -334,7 +335,9 @@ def _assemble(
         bytes_fetched=job.source.bytes_fetched,
         targets=tuple(finder.targets),
     )
-    return Planned(built.model, built.recorder, plan, reader, finder.initialised, finder.turns)
+    return Planned(
+        built.model, built.recorder, plan, reader, finder.initialised, finder.turns, check
+    )
 
 
 def _downloads(files: Sequence[File], job: Job) -> list[Problem]:

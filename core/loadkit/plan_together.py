@@ -20,8 +20,8 @@ from loadkit.rank_shares import Needs, Shares
 
 if TYPE_CHECKING:
     from loadkit.plan import Planned
-    from loadkit.readers.base import Reader
     from loadkit.resolve import Job
+    from loadkit.sources.base import File
 
 __all__ = ["needs_of_world", "share", "share_out"]
 
@@ -85,8 +85,16 @@ def _settle(
 ) -> None:
     share = Distribution(group, rank, arrivals, needs, Shares(needs))
     together = share.shares.nbytes
+    check, known = planned.verification, len(planned.verification.warnings)
+    for each in needs:  # of files that only others need this rank reads parts too
+        check.add(_files_of(each))
+    planned.reader.remarks += check.warnings[known:]
     if isinstance(planned.reader, VerifyingReader):  # ranks read again what they have parts of
-        together = sum(_read_by(each, share, planned.reader) for each in range(len(needs)))
+        together = sum(
+            replace(share, rank=each).survey(planned.reader).nbytes
+            + planned.reader.survey_end(check.apart(_files_of(needs[each]))).nbytes
+            for each in range(len(needs))
+        )
     alone = Bill(planned.reader)  # last: what a reader brings ahead is of its last plan
     for target in arrivals.alone:
         alone.add(moves_of(target, alias=False))
@@ -110,10 +118,10 @@ def _settle(
     )
 
 
-def _read_by(rank: int, share: Distribution, reader: Reader) -> int:
-    """What a rank reads for all, and to verify that; bytes."""
-    nbytes = replace(share, rank=rank).survey(reader).nbytes
-    return nbytes + reader.survey_end().nbytes
+def _files_of(needs: Needs) -> list[File]:
+    """The files that a rank needs anything of, by name."""
+    found = {place.file.name: place.file for place in (*needs.first, *needs.late)}
+    return [found[name] for name in sorted(found)]
 
 
 def _world_of(parallel: ParallelConfig) -> list[ParallelConfig]:

@@ -3,6 +3,9 @@
 Of each file: its name, its size, and a digest of its start and of samples spread over the rest. Two
 versions of a checkpoint of one size differ there; a single flipped byte may not, which is what
 ``verify="digest"`` is for. Times and inodes differ between machines and are not compared.
+
+Where each rank has files of its own, nobody else needs to see them: two that see one have to see
+the same, and all have to see the same manifest, which has the digests of every rank's files.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loadkit.errors import DistributedError
+from loadkit.manifest import MANIFEST
 from loadkit.text import printable
 
 if TYPE_CHECKING:
@@ -26,6 +30,7 @@ _START = 64 << 10  # bytes of a file's start: most of its header
 _SAMPLES = 32
 _SAMPLE = 256  # bytes
 _FILE = "file "
+_RANK_FILE = "rank file "
 # What may differ between ranks that load one model: how each reads, and which part it is.
 _OWN = frozenset(
     {"device", "num_threads", "reader", "alias", "use_tqdm_on_load", "cache_dir", "download_dir"}
@@ -72,8 +77,11 @@ def fingerprint(job: Job) -> dict[str, str]:
         "topology": " ".join(f"{k}={v}" for k, v in parallel.items() if k.endswith("_size")),
         "expert placement": _digest(parallel.get("expert_placement")),
     }
+    kind = _RANK_FILE if job.loader.by_key else _FILE
     for name in sorted(job.loader.files):
-        found[_FILE + name] = _of_file(job.source.open(name))
+        found[kind + name] = _of_file(job.source.open(name))
+    if job.loader.by_key and any(info.name == MANIFEST for info in job.source.list()):
+        found[_FILE + MANIFEST] = _of_file(job.source.open(MANIFEST))
     return found
 
 
@@ -82,7 +90,8 @@ def mismatch(every: Sequence[Mapping[str, str]], names: Sequence[str]) -> Distri
     for key in dict.fromkeys(key for each in every for key in each):
         seen: dict[str | None, list[int]] = {}
         for rank, each in enumerate(every):
-            seen.setdefault(each.get(key), []).append(rank)
+            if key in each or not key.startswith(_RANK_FILE):
+                seen.setdefault(each.get(key), []).append(rank)
         if len(seen) > 1:
             return _error(key, seen, names)
     return None
@@ -94,7 +103,7 @@ def _error(
     # the most ranks are taken to be right; of equally many, the one that rank 0 is among
     usual = max(seen, key=lambda value: (len(seen[value]), -seen[value][0]))
     odd = sorted(rank for value, ranks in seen.items() if value != usual for rank in ranks)
-    file = key.removeprefix(_FILE) if key.startswith(_FILE) else None
+    file = next((key[len(k) :] for k in (_FILE, _RANK_FILE) if key.startswith(k)), None)
     what = f"another {printable(file or key, ascii_only=False)}"
     lacks = all(rank in seen.get(None, ()) for rank in odd)
     if lacks:

@@ -8,9 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
+from bisect import bisect
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +275,29 @@ def test_fault_28_a_bit_that_turned_in_one_ranks_file_is_every_ranks_error(
     assert told == ["IntegrityError", "E_DIGEST", NAME, tensor, offset, who]
     assert max(each["seconds"] for each in found) < 5
     assert [each["threads"] for each in found] == [0] * WORLD
+
+
+@pytest.mark.parametrize("reader", [1, 2])
+def test_who_reads_what_only_others_need_verifies_it(
+    ranks: PlainRanks, tmp_path: Path, reader: int
+) -> None:
+    """Of two stages, each with a replica: rank 1 reads of the first, rank 2 of the last."""
+    target = tmp_path / "stages"
+    sizes = {"pp_size": 2, "dp_size": 2}
+    write_llama(tmp_path / "one", ffn=960, hidden=64, vocab=40)
+    loadkit.convert(tmp_path / "one", target, max_shard_bytes=1 << 17, names="checkpoint")
+    found = ranks.run(LOAD, source=target, sizes=sizes, load_config=VERIFIED)
+    (group,) = same_for_all(found, "group")
+    assert sum(each["report"]["bytes_read"] for each in found) == group
+    assert all(each["planned"] == each["report"]["bytes_read"] for each in found)
+
+    shards = sorted(target.glob("*.safetensors"))
+    ends = list(accumulate(shard.stat().st_size for shard in shards))
+    middle = ends[-1] * (2 * reader + 1) // 8  # of the quarter that the rank reads
+    shard = shards[bisect(ends, middle)]
+    corrupt(shard, shard.stat().st_size // 2)
+    found = ranks.run(LOAD, source=target, sizes=sizes, load_config=VERIFIED)
+    assert same_for_all(found, "code", "file", "rank") == ["E_DIGEST", shard.name, reader]
 
 
 def test_a_module_of_ones_own_is_filled_together(

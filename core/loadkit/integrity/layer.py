@@ -52,23 +52,40 @@ class Verification:
         model_config: ModelConfig,
         files: Sequence[File],
     ) -> None:
-        self.mode = load_config.verify if files else "off"
+        self.mode = load_config.verify
         self.warnings: list[str] = []
         self._digests: dict[int, FileDigests] = {}
         self._sidecars: dict[int, Sidecar] = {}
         self._tensors: dict[int, list[tuple[int, int, str]]] = {}
         self._tally = Tally()
-        self._loader, self._model_config = loader, model_config
+        self._loader, self._load_config, self._model_config = loader, load_config, model_config
+        self._also: frozenset[str] = frozenset()
+        self._files: list[File] = []
+        self.add(files)
+
+    def add(self, files: Iterable[File]) -> None:
+        """Know more files: what others need of them may be this rank's to read.
+
+        Raises:
+            IntegrityError, ManifestError: as when it is made.
+        """
+        known = set(map(id, self._files))
+        more = [file for file in files if id(file) not in known]
+        if not more:
+            return
+        self._files += more
+        source = self._loader.source
         if self.mode != "off":
-            check_sizes(loader.source, files)
+            check_sizes(source, more)
         if self.mode == "digest":
-            self._sidecars = sidecars(files, load_config)
-            self._digests, self.warnings = expected_digests(
-                loader.source, files, self._sidecars, loader.checksums
-            )
-        for own in loader.own_digests(files):
-            known = self._digests.get(id(own.file))
-            if known is None or (known.whole is None and known.origin != MANIFEST):
+            places = sidecars(more, self._load_config)
+            found, warnings = expected_digests(source, more, places, self._loader.checksums)
+            self._sidecars |= places
+            self._digests |= found
+            self.warnings += warnings
+        for own in self._loader.own_digests(more):
+            at = self._digests.get(id(own.file))
+            if at is None or (at.whole is None and at.origin != MANIFEST):
                 self._digests[id(own.file)] = own
             self.warnings += [own.remark] if own.remark else []
 
@@ -79,19 +96,28 @@ class Verification:
             reader: who reads.
             also: tensors, by checkpoint name, whose bytes are used and do not pass through it.
         """
-        if self.mode != "digest" and not self._digests:
+        reads = self._files or self._load_config.distribute  # perhaps for others alone
+        if not self._digests and not (self.mode == "digest" and reads):
             return reader
         layer = VerifyingReader(reader, self._digests, self._names, self._tally, self._keep)
         self._index()
-        others = set(also)
-        for found in self._digests.values():
-            tensors = self._tensors.get(id(found.file), [])
-            if tensors:
-                layer.touch(found.file, 0, tensors[0][0])  # the header
-            for start, end, name in tensors:
-                if name in others:
-                    layer.touch(found.file, start, end)
+        self._also = frozenset(also)
+        for found, units in self.apart(self._files):
+            layer.touch(found, units)
         return layer
+
+    def apart(self, files: Iterable[File]) -> list[tuple[FileDigests, range]]:
+        """What who uses these files has to verify and does not read to fill a parameter: headers,
+        and what loader code looked at.
+        """
+        out: list[tuple[FileDigests, range]] = []
+        for file in files:
+            found, tensors = self._digests.get(id(file)), self._tensors.get(id(file), [])
+            if found is None or not tensors:
+                continue
+            out.append((found, found.touching(0, tensors[0][0])))
+            out += [(found, found.touching(a, b)) for a, b, name in tensors if name in self._also]
+        return out
 
     def _index(self) -> None:
         """Where every tensor of the files lies."""

@@ -82,12 +82,10 @@ class VerifyingReader(Reader):
         self._buffers: list[torch.Tensor] = []
         self._threads = threads_for(inner.load_config, most=8) if inner.concurrent else 1
 
-    def touch(self, file: File, start: int, end: int) -> None:
-        """Have bytes verified at the end that do not pass through here (a header)."""
-        found = self._digests.get(id(file))
-        if found is not None:
-            self._apart.append((found, found.touching(start, end)))
-            self._tally.touch(*self._apart[-1])
+    def touch(self, found: FileDigests, units: range) -> None:
+        """Have units verified at the end whose bytes do not pass through here (a header)."""
+        self._apart.append((found, units))
+        self._tally.touch(found, units)
 
     def buffer_bytes(self) -> int:
         return self._threads * BLOCK + self.inner.buffer_bytes()
@@ -121,9 +119,10 @@ class VerifyingReader(Reader):
         if found is not None:
             self._planned.view(found, offset, offset + nbytes)
 
-    def survey_end(self) -> Survey:
+    def survey_end(self, apart: Iterable[tuple[FileDigests, range]] | None = None) -> Survey:
+        """As any reader's; ``apart``: what is touched in place of what ``touch`` was told."""
         total = self.inner.survey_end()
-        for each in self._apart:
+        for each in self._apart if apart is None else apart:
             self._planned.touch(*each)
         for found in self._digests.values():
             left = self._planned.left(found)

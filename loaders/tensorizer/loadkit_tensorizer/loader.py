@@ -183,11 +183,19 @@ class TensorizerLoader(BaseModelLoader):
         return saved_quant_config(self.manifest, model_config, super().get_quant_config)
 
     def own_digests(self, files: Sequence[File]) -> Sequence[FileDigests]:
-        """The hashes of the tensors' headers."""
-        index = self._open()
-        if not self._verifies or self._is_decoded(index) or index.file not in files:
+        """The hashes of the tensors' headers, of other ranks' files too."""
+        own = self._open()
+        if not self._verifies or self._is_decoded(own):
             return ()
-        return [digests_of(index.file, self._headers)]
+        return [
+            digests_of(
+                file,
+                self._headers
+                if file is own.file
+                else read_tensor_headers(read_index(file), verify=True),
+            )
+            for file in files
+        ]
 
     # -- loading -------------------------------------------------------------------------------
 
