@@ -153,6 +153,12 @@ def _first_offset(moves: Moves) -> tuple[str, int]:
     return "", 0
 
 
+def _first_place(moves: Moves) -> tuple[str, int]:
+    """Where the first byte lies that is read into a target."""
+    places = (place_at(leaf, strip) for leaf, strip in moves.strips)
+    return min((place.file.name, place.offset) for place in places)
+
+
 def _sources(expr: Expr) -> Iterator[Any]:
     return (e for e in walk(expr) if isinstance(e, Src) and isinstance(e.leaf, FileLeaf))
 
@@ -233,10 +239,12 @@ class _Run:
 
     def strips(self, todo: list[tuple[Target, Moves]]) -> None:
         """Read every strip of every target, in file order."""
+        filled = [(target, moves) for target, moves in todo if moves.strips]
+        if self.reader.joins:
+            filled.sort(key=lambda item: _first_place(item[1]))
+            self.memory.side_by_side([target for target, _ in filled])
         extents: list[Extent] = []
-        for target, moves in todo:
-            if not moves.strips:
-                continue
+        for target, moves in filled:
             flat = self.memory.of(target.storage, target.dtype).view(torch.uint8)
             for leaf, strip in moves.strips:
                 extents.append(_extent(leaf, strip, flat))

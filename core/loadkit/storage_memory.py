@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import torch
 
 from loadkit.device_layer import DeviceLayer
@@ -14,6 +16,10 @@ from loadkit.tracing.storage import Storage
 from loadkit.tracing.view import View
 
 __all__ = ["StorageMemory"]
+
+_SMALL = 16 << 20  # bytes of a storage that shares a block; a larger one is many requests anyway
+_BLOCK = 64 << 20
+_ALIGN = 64  # as torch aligns what it allocates
 
 
 class StorageMemory:
@@ -47,6 +53,39 @@ class StorageMemory:
         except (MemoryError, OSError) as error:
             raise ResourceError(f"no memory for {nbytes} bytes") from error
         return self.flat.setdefault(id(storage), flat.view(dtype))
+
+    def side_by_side(self, targets: Iterable[Target]) -> None:
+        """Give small storages that have no memory yet places one after the other, in this order.
+
+        Each is a tensor of its own, and saved it is nothing but its own bytes; but what they lie in
+        is given back when the last one of them is gone. So no more than ``_BLOCK`` bytes are one.
+
+        Raises:
+            ResourceError: no memory.
+        """
+        block: dict[int, tuple[int, int, torch.dtype]] = {}  # by id: first byte, bytes, dtype
+        end = 0
+        for target in targets:
+            storage = target.storage
+            nbytes = storage.numel * storage.itemsize
+            placed = id(storage) in self.flat or id(storage) in block or storage.real is not None
+            if placed or not 0 < nbytes <= _SMALL or self.device.type != "cpu":
+                continue
+            if end + nbytes > _BLOCK:
+                self._lay(block, end)
+                block, end = {}, 0
+            kind = target.dtype if target.dtype.itemsize == storage.itemsize else torch.uint8
+            block[id(storage)] = end, nbytes, kind
+            end += nbytes + -nbytes % _ALIGN
+        self._lay(block, end)
+
+    def _lay(self, block: Mapping[int, tuple[int, int, torch.dtype]], nbytes: int) -> None:
+        """Memory for a block of storages; one alone needs none."""
+        if len(block) < 2:
+            return
+        memory = self._new(nbytes, torch.uint8).numpy()
+        for key, (start, size, dtype) in block.items():
+            self.flat[key] = torch.frombuffer(memory[start : start + size], dtype=dtype)
 
     def _new(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         layer = self.layers.get(self.device)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 import loadkit
 from helpers.checkpoints import write_llama
@@ -192,6 +195,24 @@ def test_without_the_reader_the_sharded_siblings_keys_name_the_pip_line(
                 load_format="runai_streamer_sharded", model_loader_extra_config={"concurrency": 2}
             ),
         )
+
+
+def test_what_is_side_by_side_in_a_file_is_so_in_memory(tmp_path: Path) -> None:
+    sizes = {"c": 96, "a": 64, "d": 32, "b": 160}
+    given = {name: torch.randn(size, 2) for name, size in sizes.items()}
+    save_file(given, tmp_path / "model.safetensors")
+    module = torch.nn.Module()
+    for name, value in given.items():
+        module.register_parameter(name, torch.nn.Parameter(torch.empty_like(value, device="meta")))
+    loadkit.load_into(module, tmp_path, load_format="runai_streamer", load_config=QUIET)
+    found = dict(module.named_parameters())
+    for name, value in given.items():
+        assert torch.equal(found[name], value)
+        assert found[name].untyped_storage().nbytes() == value.nbytes, "a storage of its own"
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        order = file.offset_keys()
+    places = [found[name].data_ptr() for name in order]
+    assert [b - a for a, b in pairwise(places)] == [given[name].nbytes for name in order[:-1]]
 
 
 def test_availability_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

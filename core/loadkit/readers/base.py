@@ -61,6 +61,8 @@ class Reader(ABC):
             them (``iter_weights``). A reader may then keep bytes between calls, and what
             ``survey`` says need not hold.
         options: the keys of ``LoadConfig.reader_options`` that it accepts.
+        joins: it asks at once for what is side by side in a file and in memory too, so that many
+            small tensors are few requests: they are given memory in file order.
         onto_device: it fills memory of an accelerator too: what goes there is read into buffers
             on the device, not into pinned ones of the host.
         remarks: sentences for the report's warnings.
@@ -69,6 +71,7 @@ class Reader(ABC):
     name: ClassVar[str]
     aliases: ClassVar[bool] = False  # whether ``view`` works
     overlays: ClassVar[bool] = False  # whether ``overlay`` works
+    joins: ClassVar[bool] = False
     concurrent: ClassVar[bool] = False  # whether several threads may call ``read`` at once
     options: ClassVar[Mapping[str, OptionSpec]] = {}
     streaming: bool = False

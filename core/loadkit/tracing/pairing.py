@@ -31,8 +31,8 @@ def pair(source: View, target: View) -> list[Strip] | None:
     """
     if source.is_contiguous() and target.is_contiguous():  # nearly all are
         nbytes, itemsize = source.numel * source.itemsize, source.itemsize
-        at = source.offset * itemsize, target.offset * itemsize
-        return [Strip(*at, nbytes, 1, nbytes, nbytes)]
+        ends = source.offset * itemsize, target.offset * itemsize
+        return [Strip(*ends, nbytes, 1, nbytes, nbytes)]
     dims = sorted(
         (
             (s, t, n)

@@ -31,6 +31,7 @@ class RunaiReader(LibraryReader):
     """
 
     name: ClassVar[str] = "runai"
+    joins: ClassVar[bool] = True
     options: ClassVar[Mapping[str, OptionSpec]] = STREAMER_READER_OPTIONS
 
     def __init__(self, load_config: LoadConfig) -> None:
