@@ -74,6 +74,7 @@ class AutoWeightsLoader:
         self.ignore_unexpected_prefixes = tuple(ignore_unexpected_prefixes or ())
         self.ignore_unexpected_suffixes = tuple(ignore_unexpected_suffixes or ())
         self._ignored = IgnoredWeights(getattr(module, "ignored_weights", None) or ())
+        self._loaded: set[str] = set()
         self._unplaced: list[Unplaced] = []
         self._members: dict[str, tuple[str, ...]] = {}  # of modules where something had no place
         self._parts: Packed = {}  # of the mapper's stacked rules, for hints
@@ -108,10 +109,11 @@ class AutoWeightsLoader:
         # A lazy tensor holds no memory, so all of them may be held until their group is whole.
         self._gather = self._gather or isinstance(first[2], (LazyTensor, Offered))
         everything = itertools.chain([first], items)
-        loaded = set(self._walk(self.module, 0, first[0].prefix, everything, first[0].packed))
+        self._loaded = set()
+        self._walk(self.module, 0, first[0].prefix, everything, first[0].packed)
         if self._unplaced:
             raise unplaced_error(self.module, self._unplaced)
-        return loaded
+        return self._loaded
 
     def _started(self, weights: Iterable[tuple[str, torch.Tensor | Offered]]) -> Iterator[Item]:
         """The tensors that are not skipped, under names that carry their way."""
@@ -131,7 +133,7 @@ class AutoWeightsLoader:
         prefix: str,
         items: Iterable[Item],
         packed: Packed | None,
-    ) -> Iterator[str]:
+    ) -> None:
         """Place tensors below ``module``, ``depth`` components under ours.
 
         ``prefix`` is its path from the outermost module, with the dot.
@@ -147,13 +149,13 @@ class AutoWeightsLoader:
             target: torch.Tensor | None = module._parameters.get(head)
             target = module._buffers.get(head) if target is None else target
             if (child := module._modules.get(head)) is not None:
-                yield from self._enter(child, depth + 1, f"{prefix}{head}.", group, packed)
+                self._enter(child, depth + 1, f"{prefix}{head}.", group, packed)
             elif target is not None:
-                yield from self._leaf(module, depth, target, group)
+                self._leaf(module, depth, target, group)
             elif found := find_fused(module, head, packed):
                 fused, shard_id, child = found
                 moved = _renamed(group, depth, fused, shard_id)
-                yield from self._enter(child, depth + 1, f"{prefix}{fused}.", moved, packed)
+                self._enter(child, depth + 1, f"{prefix}{fused}.", moved, packed)
             else:
                 for item in group:
                     self._misplaced(module, depth, item, packed)
@@ -175,22 +177,21 @@ class AutoWeightsLoader:
         prefix: str,
         group: Iterable[Item],
         packed: Packed | None,
-    ) -> Iterator[str]:
+    ) -> None:
         """Go on in a child, by its own ``load_weights`` if it has one."""
         inner = self._deeper(group, depth)
         if callable(skip := _own(child, "skip_weight")):
             inner = _held_here(inner, depth, skip)
         load = _own(child, "load_weights")
         if not callable(load) or _own(child, "is_missing_layer") or child is self.module:
-            yield from self._walk(child, depth, prefix, inner, packed)
+            self._walk(child, depth, prefix, inner, packed)
             return
         named = _relative(inner, depth, prefix, packed)
         loaded = load(list(named) if self._gather else named)
         if loaded is None:
             log.debug("%s.load_weights does not say what it loaded", type(child).__name__)
         path = ".".join(prefix.split(".")[-1 - depth :])
-        for name in loaded or ():
-            yield path + name
+        self._loaded.update(path + name for name in loaded or ())
 
     def _deeper(self, group: Iterable[Item], depth: int) -> Iterator[Item]:
         """The tensors whose names do not end at a module."""
@@ -203,7 +204,7 @@ class AutoWeightsLoader:
 
     def _leaf(
         self, module: torch.nn.Module, depth: int, target: torch.Tensor, group: Iterable[Item]
-    ) -> Iterator[str]:
+    ) -> None:
         """Load tensors into one parameter or buffer."""
         for name, parts, tensor in group:
             if len(parts) > depth + 1:
@@ -215,7 +216,7 @@ class AutoWeightsLoader:
             ):
                 _skip(name, reason)
             elif self._load(name, tensor, target):
-                yield str(name)
+                self._loaded.add(str(name))
 
     def _load(self, name: ShardedName, offer: torch.Tensor | Offered, target: torch.Tensor) -> bool:
         """Run a weight loader on one tensor; False if a recorder took its failure."""

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from loadkit.module_walk import named_modules
+from loadkit.module_walk import attribute_of, named_modules
 from loadkit.tracing import report_misfit
 
 __all__ = ["of_this_stage"]
@@ -26,7 +26,7 @@ def of_this_stage(
     missing = {
         name: module
         for name, module in named_modules(model)
-        if getattr(module, "is_missing_layer", False) is True
+        if attribute_of(module, "is_missing_layer") is True
     }
     for name, weight in weights:
         reason = _elsewhere(name, missing) if missing else None

@@ -12,7 +12,9 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["empty_weight", "weights_on_meta"]
+from loadkit.tracing.recorder import active_recorder
+
+__all__ = ["empty_weight", "full_weight", "weights_on_meta"]
 
 
 class _Thread(threading.local):
@@ -46,3 +48,23 @@ def empty_weight(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+
+def full_weight(shape: Sequence[int], value: float, dtype: torch.dtype | None) -> torch.Tensor:
+    """As ``empty_weight``, for a parameter that starts as one number.
+
+    A recording of the construction knows the number without memory that holds it.
+
+    Args:
+        shape: its sizes.
+        value: of every element.
+        dtype: of its elements; None: torch's default dtype.
+    """
+    dtype = dtype or torch.get_default_dtype()
+    if not _thread.on_meta:
+        return torch.full(tuple(shape), value, dtype=dtype)
+    weight = empty_weight(shape, dtype)
+    recorder = active_recorder()
+    if recorder is not None:
+        recorder.note_fill(weight, value)
+    return weight

@@ -7,6 +7,7 @@ from typing import TypeAlias
 import torch
 import torch.nn.functional as F
 
+from loadkit.weight_memory import full_weight
 from loadkit_layers.custom_op import CustomOp
 
 __all__ = ["GemmaRMSNorm", "LayerNorm", "RMSNorm"]
@@ -38,7 +39,7 @@ class RMSNorm(CustomOp):
     ) -> None:
         super().__init__()
         self.hidden_size, self.eps, self.weight_offset = hidden_size, eps, weight_offset
-        start = torch.full((hidden_size,), 1.0 - weight_offset, dtype=dtype)
+        start = full_weight((hidden_size,), 1.0 - weight_offset, dtype)
         weight = torch.nn.Parameter(start, requires_grad=False) if has_weight else None
         self.register_parameter("weight", weight)
         self.weight: torch.nn.Parameter | None
@@ -100,9 +101,9 @@ class LayerNorm(CustomOp):
     ) -> None:
         super().__init__()
         self.hidden_size, self.eps = hidden_size, eps
-        weight = torch.ones(hidden_size, dtype=dtype)
+        weight = full_weight((hidden_size,), 1.0, dtype)
         self.weight = torch.nn.Parameter(weight, requires_grad=False)
-        zeros = torch.zeros(hidden_size, dtype=dtype) if bias else None
+        zeros = full_weight((hidden_size,), 0.0, dtype) if bias else None
         self.register_parameter(
             "bias", None if zeros is None else torch.nn.Parameter(zeros, requires_grad=False)
         )

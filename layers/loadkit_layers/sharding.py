@@ -6,8 +6,9 @@ rank holds a piece of each shard. Sizes count rows of the unpacked weight unless
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -81,22 +82,14 @@ def copy_cut(param: torch.Tensor, loaded: torch.Tensor, *cuts: Cut, what: str = 
     Raises:
         WeightLoadError: the tensor's shape is not the one the parameter takes.
     """
-    expected, region = list(param.shape), list(param.shape)
+    expected = list(param.shape)
     for cut in cuts:
-        expected[cut.dim], region[cut.dim] = cut.source_size, cut.length
-    single = _count(expected) == 1 and loaded.numel() == 1
-    if not single and list(loaded.shape) != expected:
-        raise misfit(param, loaded, expected, what=what)
-    source = loaded.view(expected) if list(loaded.shape) != expected else loaded
-    copy_region(param, source, [(cut.dim, cut.start, cut.length, cut.source) for cut in cuts])
-
-
-def _count(shape: Iterable[int]) -> int:
-    """The elements of a shape."""
-    total = 1
-    for size in shape:
-        total *= size
-    return total
+        expected[cut.dim] = cut.source_size
+    if list(loaded.shape) != expected:
+        if prod(expected) != 1 or loaded.numel() != 1:
+            raise misfit(param, loaded, expected, what=what)
+        loaded = loaded.view(expected)
+    copy_region(param, loaded, [(cut.dim, cut.start, cut.length, cut.source) for cut in cuts])
 
 
 def misfit(

@@ -212,6 +212,11 @@ class Recorder:
         if fill is not None:
             record(data, fill[1], self)
 
+    def note_fill(self, data: torch.Tensor, value: float) -> None:
+        """Fresh memory on meta stands for memory that is filled with one number."""
+        with torch._C.DisableTorchFunction():
+            record(data, Fill(value, data.dtype), self)
+
     def track(self, tensor: torch.Tensor) -> Storage:
         """The recorded storage behind a plain tensor; held, so that its id stays its own."""
         key = tensor.untyped_storage()._cdata

@@ -6,6 +6,7 @@ All sizes, strides and offsets are in elements of ``itemsize`` bytes; strides ar
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -58,6 +59,8 @@ class View(NamedTuple):
 
     def is_contiguous(self) -> bool:
         """Row-major without gaps."""
+        if self.stride == _row_major(self.size):
+            return True
         expect = 1
         for n, s in zip(reversed(self.size), reversed(self.stride), strict=True):
             if n != 1 and s != expect:
@@ -108,12 +111,19 @@ class View(NamedTuple):
 
 def contiguous(size: Sequence[int], itemsize: int, offset: int = 0) -> View:
     """The row-major view of ``size``."""
+    size = tuple(size)
+    return View(size, _row_major(size), offset, itemsize)
+
+
+@lru_cache(maxsize=1 << 12)
+def _row_major(size: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides without gaps. A checkpoint has few sizes and many tensors of each."""
     stride: list[int] = []
     step = 1
     for n in reversed(size):
         stride.append(step)
         step *= max(n, 1)
-    return View(tuple(size), tuple(reversed(stride)), offset, itemsize)
+    return tuple(reversed(stride))
 
 
 class Inside(NamedTuple):
