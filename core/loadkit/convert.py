@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loadkit.conversion.carry_out import carry_out
+from loadkit.conversion.contents import Contents
 from loadkit.conversion.draft import Draft
 from loadkit.conversion.drafts import How, make_draft
 from loadkit.conversion.writing import Written
@@ -169,14 +170,14 @@ def _is_ours(name: str) -> bool:
 def _report(
     draft: Draft, how: How, folder: Path, written: Written, seconds: float
 ) -> ConvertReport:
-    casts: dict[tuple[str, str], int] = {}
-    skipped: dict[str, str] = {}
+    casts: dict[tuple[str, str], set[str]] = {}
+    skipped = _left_out(draft.contents)
     ties: dict[str, list[str]] = {}
     warnings = [*how.notes]
     warnings += [f"{name}: some numbers became infinite" for name in written.overflows]
     for contents in draft.contents:
-        casts.update(contents.casts)
-        skipped.update(contents.skipped)
+        for change, names in contents.casts.items():
+            casts.setdefault(change, set()).update(names)
         ties.update(contents.ties)
         notes = contents.plan.notes if contents.plan is not None else ()
         warnings += [note.message for note in notes if note.message not in warnings]
@@ -193,7 +194,7 @@ def _report(
         bytes_written=written.bytes_written,
         bytes_kept=written.bytes_kept,
         topology={"tp": top.tp, "pp": top.pp, "ep": top.ep},
-        casts=[{"from": a, "to": b, "tensors": n} for (a, b), n in casts.items()],
+        casts=[{"from": a, "to": b, "tensors": len(n)} for (a, b), n in casts.items()],
         skipped=skipped,
         ties=ties,
         copied=tuple(name for name, _ in draft.small.files),
@@ -201,3 +202,12 @@ def _report(
         warnings=warnings,
         seconds=seconds,
     )
+
+
+def _left_out(every: Sequence[Contents]) -> dict[str, str]:
+    """What no rank's files hold, with the reasons: each rank skips what others have."""
+    names = [name for name in every[0].skipped if all(name in each.skipped for each in every)]
+    return {
+        name: "; ".join(dict.fromkeys(contents.skipped[name] for contents in every))
+        for name in names
+    }

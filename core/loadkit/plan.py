@@ -29,7 +29,6 @@ from loadkit.readers.base import Reader
 from loadkit.readers.mmap import MmapReader
 from loadkit.stage_ownership import of_this_stage
 from loadkit.text import printable
-from loadkit.tracing.expressions import Call
 from loadkit.tracing.given import noted
 from loadkit.tracing.lazy_tensor import LazyTensor
 from loadkit.tracing.leaks import Held, adopt, held_tensors, leaked_names, settle, stale
@@ -68,16 +67,6 @@ class Planned:
     turns: list[Turn]
     verification: Verification
     share: Distribution | None = None
-
-    def casts(self) -> Iterator[tuple[str, str]]:
-        """(from, to) dtype of every tensor that is converted."""
-        for target in self.plan.targets:
-            for _, expr in target.pieces:
-                if isinstance(expr, Call) and expr.func is torch.ops.aten._to_copy.default:
-                    yield (
-                        str(expr.args[0].dtype).removeprefix("torch."),
-                        str(expr.dtype).removeprefix("torch."),
-                    )
 
 
 @contextmanager

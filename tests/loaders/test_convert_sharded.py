@@ -49,6 +49,18 @@ def test_every_rank_is_what_a_load_gives_it(tmp_path: Path, sizes: dict[str, int
     )
 
 
+def test_the_report_tells_what_no_rank_has_and_counts_tensors_once(tmp_path: Path) -> None:
+    """Each rank skips what others hold: that is in the target all the same."""
+    state = write_llama(tmp_path / "a", vocab=41)
+    extra = "model.layers.1.self_attn.rotary_emb.inv_freq"
+    write_st(tmp_path / "a/model.safetensors", {**state, extra: torch.ones(2)})
+    report = loadkit.convert(
+        tmp_path / "a", tmp_path / "b", to="sharded_state", tp=2, pp=2, dtype="bfloat16"
+    )
+    assert list(report.skipped) == [extra]
+    assert report.casts == [{"from": "float32", "to": "bfloat16", "tensors": len(state)}]
+
+
 def test_it_writes_what_the_ranks_themselves_save(tmp_path: Path) -> None:
     write_llama(tmp_path / "a", head=False)
     loadkit.convert(tmp_path / "a", tmp_path / "b", to="sharded_state", tp=2, max_shard_bytes=3_000)

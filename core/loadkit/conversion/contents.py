@@ -21,6 +21,7 @@ from loadkit.plan import Planned, collector_paused, make_plan
 from loadkit.read import read_targets
 from loadkit.readers.base import Place
 from loadkit.readers.prefetch import PrefetchingReader
+from loadkit.report_of import casts_of
 from loadkit.retrace import checkpoint_origin
 from loadkit.save_config import check_unquantised, config_of, stated_tie
 from loadkit.save_layout import lay_out
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Contents",
-    "casts_of",
     "check_ties",
     "checkpoint_contents",
     "model_contents",
@@ -61,7 +61,7 @@ class Contents:
         origin: what a model loaded from the source would remember; None without a model.
         config: the values of config.json, if they are known.
         plan: of the load, with a model.
-        casts: conversions: from, to, how many tensors.
+        casts: conversions: from, to, which tensors.
         skipped: tensors of the source that are not written, with the reason.
         ties: tensor -> names that share it and are not written again.
     """
@@ -72,7 +72,7 @@ class Contents:
     origin: Origin | None = None
     config: dict[str, Any] | None = None
     plan: LoadPlan | None = None
-    casts: dict[tuple[str, str], int] = field(default_factory=dict)
+    casts: dict[tuple[str, str], set[str]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     ties: dict[str, list[str]] = field(default_factory=dict)
 
@@ -133,13 +133,14 @@ def checkpoint_contents(job: Job, dtype: torch.dtype | None = None) -> Contents:
         UsageError: OPAQUE_LOADER, the load format does not say where its tensors are.
     """
     groups: list[list[Output]] = []
-    casts: dict[tuple[str, str], int] = {}
+    casts: dict[tuple[str, str], set[str]] = {}
     try:
         for name, tensor in job.loader.catalogue(job.config.model_config):
             value = as_lazy(tensor, None).lazy_value()
             kind = _cast_to(value.dtype, dtype)
             if kind != value.dtype:
-                _count(casts, value.dtype, kind)
+                change = str(value.dtype).removeprefix("torch."), str(kind).removeprefix("torch.")
+                casts.setdefault(change, set()).add(name)
             groups.append([Output(name, value, kind)])
     except NotImplementedError as error:
         raise UsageError(
@@ -155,11 +156,6 @@ def checkpoint_contents(job: Job, dtype: torch.dtype | None = None) -> Contents:
 def _cast_to(found: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     plain = found.is_floating_point and found.itemsize > 1
     return wanted if wanted is not None and plain else found
-
-
-def _count(casts: dict[tuple[str, str], int], source: torch.dtype, target: torch.dtype) -> None:
-    key = str(source).removeprefix("torch."), str(target).removeprefix("torch.")
-    casts[key] = casts.get(key, 0) + 1
 
 
 @contextmanager
@@ -252,14 +248,6 @@ def output_of(name: str, tensor: torch.Tensor, recorder: Recorder) -> Output:
     storage = recorder.track(tensor)
     value = Value(storage, len(storage.writes), view_of(tensor), tensor.dtype)
     return Output(name, value, tensor.dtype)
-
-
-def casts_of(planned: Planned) -> dict[tuple[str, str], int]:
-    """Conversions of a planned load: (from, to) -> how many tensors."""
-    casts: dict[tuple[str, str], int] = {}
-    for change in planned.casts():
-        casts[change] = casts.get(change, 0) + 1
-    return casts
 
 
 def skipped_of(plan: LoadPlan) -> dict[str, str]:

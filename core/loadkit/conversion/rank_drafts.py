@@ -18,7 +18,6 @@ from loadkit import tables
 from loadkit.config import ParallelConfig
 from loadkit.conversion.contents import (
     Contents,
-    casts_of,
     check_ties,
     output_of,
     planned_load,
@@ -34,6 +33,7 @@ from loadkit.errors import UsageError
 from loadkit.manifest import MANIFEST, Manifest, Topology, manifest_bytes
 from loadkit.manifest_merge import merge_manifests
 from loadkit.origin import origin_of
+from loadkit.report_of import casts_of
 from loadkit.resolve import Job, job_for_rank
 from loadkit.save_config import config_bytes, config_of, side_files
 
