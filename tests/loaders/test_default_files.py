@@ -142,6 +142,22 @@ def test_ignore_patterns_and_overrides_are_obeyed(tmp_path: Path) -> None:
     assert chosen(tmp_path, allow_patterns_overrides=("oth*",)).files == ["other.safetensors"]
 
 
+def test_a_shard_that_the_index_names_and_a_pattern_ignores_is_told(tmp_path: Path) -> None:
+    write_shards(tmp_path, SD, 2)
+    with pytest.raises(IndexFileError, match="is named, and ignore_patterns has 'model-00001") as e:
+        chosen(tmp_path, ignore_patterns=("model-00001*",))
+    assert e.value.detail["ignored"] == ["model-00001-of-00002.safetensors"]
+    assert "ignore_patterns" in str(e.value.hint)
+
+
+def test_an_index_that_a_pattern_ignores_does_not_count(tmp_path: Path) -> None:
+    write_shards(tmp_path, SD, 2)
+    write_index(tmp_path, {"nothing": "like-this.safetensors"})
+    with pytest.raises(IndexFileError):
+        chosen(tmp_path)
+    assert len(chosen(tmp_path, ignore_patterns=("*.index.json",)).files) == 2
+
+
 def test_one_complete_set_of_shards_goes_before_an_incomplete_one(tmp_path: Path) -> None:
     write_shards(tmp_path, SD, 2, index=False)
     write_st(tmp_path / "model-00003-of-00004.safetensors", SD)

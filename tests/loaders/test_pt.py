@@ -220,6 +220,19 @@ def test_a_path_of_keys_leads_deeper(tmp_path: Path) -> None:
     assert archive.skipped == {"x": "beside 'a': a tensor", "a/c": "beside 'b': a number"}
 
 
+def test_tensors_that_are_deeper_are_told_with_their_key(tmp_path: Path) -> None:
+    """Dicts in dicts are not searched; whose key is not given is told it, and can give it."""
+    path = tmp_path / "m.pt"
+    inner: dict[str, Any] = {"sd": {"w": torch.zeros(2)}}
+    inner["again"] = inner
+    torch.save({"epoch": 3, "model": inner, "ema": {"x": {}}}, path)
+    for given in (None, "model"):
+        with pytest.raises(FormatError) as caught:
+            read(path, given)
+        assert caught.value.hint == "tensors are deeper in it: weights_key='model/sd' (1 tensors)"
+    check_equal(path, {"w": torch.zeros(2)}, weights_key="model/sd")
+
+
 def test_a_weights_key_without_archives_is_refused(tmp_path: Path) -> None:
     write_st(tmp_path / "model.safetensors", SD)
     with pytest.raises(OptionError, match="weights_key"):

@@ -226,7 +226,9 @@ def _from_index(search: _Search) -> WeightFiles | None:
 def _index_name(search: _Search) -> str | None:
     """The index that counts: the standard name, or the only one of another stem."""
     wanted = f"{search.name}.index.json"
+    ignored = search.load_config.ignore_patterns
     names = [info.name for info in search.listing if "/" not in info.name]
+    names = [name for name in names if first_fit(name, ignored) is None]
     if wanted in names:
         return wanted
     others = [
@@ -249,6 +251,11 @@ def _check_files(search: _Search, index: str, files: Sequence[str]) -> None:
         if name not in files and (m := _SHARD.fullmatch(name)) and (m["stem"], m["total"]) in sets
     ]
     problems += [f"{show(name)} is there and not named" for name in unlisted]
+    patterns = {name: first_fit(name, search.load_config.ignore_patterns) for name in files}
+    ignored = [name for name in files if name not in missing and patterns[name] is not None]
+    problems += [
+        f"{show(name)} is named, and ignore_patterns has {patterns[name]!r}" for name in ignored
+    ]
     if not problems:
         return
     on_disk = [name for name in search.candidates if name not in files]
@@ -256,10 +263,12 @@ def _check_files(search: _Search, index: str, files: Sequence[str]) -> None:
     if missing and on_disk:
         problems.append("on disk are " + ", ".join(map(show, on_disk[:10])))
         hint += ", or set ignore_index=true to read those that are on disk"
+    elif ignored:
+        hint = "a model is all of its files: take the pattern out of ignore_patterns"
     elif not missing:
         hint = "fix the index, or set ignore_index=true to read all shards"
     error = report(index, problems, hint)
-    error.detail.update(missing=missing, unlisted=unlisted, on_disk=on_disk)
+    error.detail.update(missing=missing, unlisted=unlisted, on_disk=on_disk, ignored=ignored)
     raise error
 
 

@@ -53,7 +53,8 @@ def select(value: Any, file: File, weights_key: str | None) -> Selected:
             _several(file, inner)
     found = _tensors(chosen)
     if not found and chosen.items:
-        _wrong(file, f"there is no tensor in a dict of {len(chosen.items)}", _keys(chosen))
+        more = _deeper(chosen, key) or _keys(chosen)
+        _wrong(file, f"there is no tensor in a dict of {len(chosen.items)}", more)
     if len(found) > MAX_TENSORS:
         _wrong(file, f"there are more than {MAX_TENSORS} tensors", "")
     prefix = "" if key is None else f"{key}/"
@@ -76,6 +77,7 @@ def _dict(value: Any, file: File, what: str) -> Mapping:
     return value
 
 
+_SHOWN = 10
 _HINT = "save a plain dict of tensors: torch.save(model.state_dict(), ...)"
 
 
@@ -138,6 +140,24 @@ def _several(file: File, inner: Items[str, Mapping]) -> NoReturn:
         f"say which by weights_key={next(iter(inner))!r}",
         keys=list(inner)[:100],
     )
+
+
+def _deeper(found: Mapping, key: str | None) -> str:
+    """Which ``weights_key`` leads to tensors; empty: none does."""
+    names: list[str] = []
+    at, seen = 0, {id(found)}  # a dict may be in several, and in itself
+    left = [("" if key is None else f"{key}/", found)]
+    while at < len(left) and len(names) < _SHOWN:
+        before, here = left[at]
+        at += 1
+        for name, item in (here.items or {}).items():
+            if type(item) is not Mapping or id(item) in seen:
+                continue
+            seen.add(id(item))
+            left.append((f"{before}{name}/", item))
+            count = len(_tensors(item))
+            names += [f"weights_key={show(before + name)} ({count} tensors)"] if count else []
+    return f"tensors are deeper in it: {', '.join(names[:_SHOWN])}" if names else ""
 
 
 def _keys(found: Mapping) -> str:
