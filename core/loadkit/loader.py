@@ -15,7 +15,7 @@ from torch import nn
 from loadkit import plugins
 from loadkit.base_loader import BaseModelLoader
 from loadkit.build import build
-from loadkit.errors import LoadkitError, ModelError
+from loadkit.errors import LoadkitError, ModelError, OptionError
 from loadkit.failed_load import let_go
 from loadkit.finish import Finisher, check_ready, tell_loaded
 from loadkit.load_group import ALONE, LoadGroup, load_group
@@ -355,6 +355,8 @@ def load_into(
     """
     from loadkit.module_loader import ModuleLoader
 
+    if not isinstance(module, nn.Module):
+        raise OptionError(f"module is {type(module).__name__}; accepted: a torch.nn.Module")
     reshard(module)
     with load_group(process_group, parallel, load_config) as ranks:
         job = _resolved(

@@ -178,18 +178,22 @@ class NameTable:
     def missing(self, name: str) -> LoadkitError:
         """The error for a name that nobody has."""
         shown = printable(name, 100)
-        notes = [f"'{shown}': {row.problem}" for row in self._rows(name, usable=False)]
+        unusable = self._rows(name, usable=False)
+        notes = [f"'{shown}': {row.problem}" for row in unusable]
         notes += index().duplicates
         detail = {"asked": shown, "installed": self.names(), "notes": notes}
         known = KNOWN.get(self.kind, {}).get(name)
         told = f"; {'; '.join(notes)}" if notes else ""
         if known is not None:
             version = index().version_of(known.distribution)
+            advice = pip_line(known.extra) if version is None else None
             lacks = "not installed" if version is None else f"installed as {version} and lacks it"
+            if any(row.state == "disabled" for row in unusable):
+                lacks, advice = "switched off", "change the environment variable"
             return NotInstalledError(
                 f"{self.noun} '{shown}' comes with {known.distribution}, which is {lacks}{told}",
                 detail={**detail, "distribution": known.distribution, "extra": known.extra},
-                hint=pip_line(known.extra) if version is None else None,
+                hint=advice,
             )
         near = nearest(name, {*self.names(), *KNOWN.get(self.kind, {})})
         hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""

@@ -15,7 +15,7 @@ import loadkit
 from loadkit import WeightsMapper
 from loadkit.build import parameters_on_meta
 from loadkit.config import LoadConfig
-from loadkit.errors import ModelError, PlanError
+from loadkit.errors import ModelError, OptionError, PlanError
 
 Made = Callable[[], nn.Module]
 
@@ -250,3 +250,8 @@ def test_a_hugging_face_model_takes_old_names_through_a_mapper(tmp_path: Path) -
     ids = torch.arange(9)[None]
     with torch.inference_mode():
         assert torch.equal(model(ids)[0], reference(ids)[0])
+
+
+def test_what_is_no_module_is_told(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"module is int; accepted: a torch\.nn\.Module"):
+        loadkit.load_into(3, tmp_path)  # type: ignore[arg-type]

@@ -222,6 +222,17 @@ def test_the_block_list_switches_a_distribution_off(
     assert states["toy"] == "disabled"
 
 
+def test_who_switched_a_known_format_off_is_not_told_to_install_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.dist("loadkit-gguf", "[loadkit.loaders]\ngguf = toymod:X\n")
+    monkeypatch.setenv("LOADKIT_DISABLE_PLUGINS", "loadkit-gguf")
+    with pytest.raises(NotInstalledError, match="which is switched off") as caught:
+        tables.loaders.lookup("gguf")
+    assert "LOADKIT_DISABLE_PLUGINS names loadkit-gguf" in str(caught.value)
+    assert "pip" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("text", "cause"),
     [
