@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from loadkit.build import parameters_on_meta
 from loadkit.tracing.recorder import Recorder
@@ -102,3 +104,38 @@ def test_norms_hold_their_start_where_they_are_not_loaded() -> None:
     rms, offset, layer = RMSNorm(4), RMSNorm(4, weight_offset=1.0), LayerNorm(4)
     assert rms.weight.tolist() == layer.weight.tolist() == [1.0] * 4
     assert offset.weight.tolist() == layer.bias.tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize(
+    "initialise",
+    [nn.init.kaiming_uniform_, nn.init.normal_, nn.init.uniform_, nn.init.trunc_normal_],
+)
+def test_an_initialiser_draws_nothing_for_a_parameter_and_all_of_a_buffer(
+    initialise: Callable[..., torch.Tensor],
+) -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    with Recorder(), parameters_on_meta():
+        module = nn.Module()
+        module.rows = nn.Parameter(torch.empty(4, 3))
+        assert initialise(module.rows) is module.rows
+        assert initialise(tensor=module.rows) is module.rows
+        assert torch.equal(torch.get_rng_state(), before)
+        module.register_buffer("table", initialise(torch.empty(4, 3)))
+    torch.manual_seed(3)
+    assert torch.equal(module.table, initialise(torch.empty(4, 3)))
+
+
+def test_memory_that_holds_nothing_yet_is_seen_by_the_modes_of_others() -> None:
+    seen: list[Any] = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Watching(), Recorder():
+        torch.empty(3)
+    assert seen == [torch.ops.aten.empty.memory_format]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -110,7 +111,15 @@ class FunctionMode(TorchFunctionMode):
         if func in _WATCHED and self.recorder.is_active():
             if func == _SET_DATA:
                 return self._set_data(args[0], args[1])
-            if func in _MAKES_NUMBERS:
+            if func in _INITIALISERS:
+                tensor: Any = args[0] if args else (kwargs or {})["tensor"]
+                if self.recorder.phase == "init" and tensor.device.type == "meta":
+                    return tensor  # as the dispatch mode does, before anything is computed
+            elif func is torch.empty:
+                if self.recorder.phase == "init" and torch._C._len_torch_dispatch_stack() == 1:
+                    with torch._C._DisableTorchDispatch():  # nothing is known of what it holds
+                        return func(*args, **(kwargs or {}))
+            elif func in _MAKES_NUMBERS:
                 if self.recorder.phase == "load":
                     args, kwargs = _off_meta(func, args, kwargs or {})
             elif not isinstance(args[0], LazyTensor):
@@ -200,8 +209,17 @@ _INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 
 _MAKES_NUMBERS = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor, *_INDEXING}
 
+_INITIALISERS = {
+    nn.init.uniform_,
+    nn.init.normal_,
+    nn.init.trunc_normal_,
+    nn.init.kaiming_uniform_,
+}
+
 _WATCHED = {
     _SET_DATA,
+    torch.empty,
+    *_INITIALISERS,
     torch.Tensor.numpy,
     torch.Tensor.tolist,
     torch.Tensor.storage,
