@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from loadkit.config import LoadConfig
+from loadkit.config import LoadConfig, ParallelConfig
 from loadkit.conversion.contents import checkpoint_contents
 from loadkit.conversion.findings import Check, Findings
 from loadkit.diff import DiffReport, diff
+from loadkit.errors import ShardedError
 from loadkit.load_plan import Problem
-from loadkit.manifest import read_manifest
+from loadkit.manifest import Manifest, read_manifest
 from loadkit.resolve import job_for_module
 from loadkit.sources import open_source
 
@@ -96,19 +97,20 @@ def verify(
         broken = bool(found.problems)  # whoever reads the manifest again would raise
         if manifest is not None:
             found.list_files(opened, manifest)
-        looked = found.tried("headers", lambda: _looked(stack, source, load_format, load_config))
-        contents, loader = (None, None) if looked is None else looked
-        if contents is not None and manifest is not None:
-            found.list_tensors(manifest, contents.files)
-        names = contents.files if contents is not None else ()
+        looked = found.tried(
+            "headers", lambda: _looked(stack, source, load_format, load_config, manifest)
+        )
+        contents, loader = ([], None) if looked is None else looked
+        names = [file for each in contents for file in each.files]
+        if contents and manifest is not None:
+            found.list_tensors(manifest, names)
         if not broken:
-            checksums = None if loader is None else loader.checksums
             listed = {*found.files, *(file.name for file in names)}
-            found.digests(opened, listed, manifest, checksums)
-        if finite and contents is not None:
+            found.digests(opened, listed, manifest, loader)
+        if finite and contents:
             found.finite(contents)
         report = None
-        if against is not None and contents is not None:
+        if against is not None and contents:
             formats = (load_format, "auto")
             report = diff(
                 source,
@@ -126,7 +128,7 @@ def verify(
         checks=tuple(found.checks),
         problems=tuple(found.problems),
         files=found.files,
-        tensors=sum(map(len, contents.groups)) if contents is not None else 0,
+        tensors=sum(len(group) for each in contents for group in each.groups),
         against=report,
         seconds=time.perf_counter() - started,
     )
@@ -137,10 +139,45 @@ def _looked(
     source: str | os.PathLike[str],
     load_format: str,
     load_config: LoadConfig | None,
-) -> tuple[Contents, BaseModelLoader]:
-    """What the headers say, and the loader that read them."""
-    job = job_for_module(nn.Module(), source, load_format=load_format, load_config=load_config)
-    stack.callback(job.close)
-    contents = checkpoint_contents(job)
-    stack.callback(contents.reader.close)
-    return contents, job.loader
+    manifest: Manifest | None,
+) -> tuple[list[Contents], BaseModelLoader]:
+    """What the headers say, and a loader that read them.
+
+    Files of ranks that nothing puts together are looked at as each rank would.
+    """
+
+    def look(parallel: ParallelConfig | None = None) -> tuple[Contents, BaseModelLoader]:
+        job = job_for_module(
+            nn.Module(),
+            source,
+            load_format=load_format,
+            load_config=load_config,
+            parallel=parallel,
+        )
+        stack.callback(job.close)
+        contents = checkpoint_contents(job)
+        stack.callback(contents.reader.close)
+        return contents, job.loader
+
+    try:
+        whole, loader = look()
+        return [whole], loader
+    except ShardedError:
+        ranks = _ranks_of(manifest)
+        if not ranks:
+            raise
+    every = [look(parallel) for parallel in ranks]
+    return [contents for contents, _ in every], every[0][1]
+
+
+def _ranks_of(manifest: Manifest | None) -> list[ParallelConfig]:
+    """The places that the files of several ranks were saved at, where they can be told."""
+    top = None if manifest is None else manifest.topology
+    if top is None or top.world_size == 1 or top.experts is not None:
+        return []
+    return [
+        ParallelConfig.for_rank(
+            rank, tp_size=top.tp, pp_size=top.pp, ep_size=top.ep, dp_size=top.dp
+        )
+        for rank in range(top.world_size)
+    ]

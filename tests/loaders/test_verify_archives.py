@@ -1,4 +1,4 @@
-"""``loadkit verify`` of formats whose archives keep a CRC-32 of every record."""
+"""``loadkit verify`` of formats whose files keep checksums of their own bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import pytest
 import torch
 
 import loadkit
+from helpers.checkpoints import write_llama
 from helpers.dcp_files import write_dcp
+from helpers.digests import corrupt
+from helpers.sharded import ranks_of
 
 WEIGHTS = {"a.weight": torch.arange(4096.0).view(64, 64), "b.weight": torch.full((300,), 2.5)}
 
@@ -56,3 +59,24 @@ def test_an_archive_without_checksums_vouches_for_nothing(tmp_path: Path) -> Non
     report = loadkit.verify(tmp_path / "m")
     assert report.ok
     assert [check.ok for check in report.checks if check.name == "digests"] == [None]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_tensorizer_files_vouch_for_themselves(tmp_path: Path, tp: int) -> None:
+    """At any topology: rank files that nothing puts together are looked at one by one."""
+    pytest.importorskip("tensorizer")
+    write_llama(tmp_path / "a")
+    for parallel in ranks_of(tp_size=tp):
+        model = loadkit.load_model(tmp_path / "a", parallel=parallel)
+        loadkit.save(model, tmp_path / "b", save_format="tensorizer")
+    file = max((tmp_path / "b").glob("*.tensors"))
+    report = loadkit.verify(tmp_path / "b", finite=True)
+    assert report.ok, report.problems
+    assert all(check.ok for check in report.checks)
+    assert report.tensors == (21 if tp == 1 else 2 * len(list(model.parameters())))
+    assert report.files[file.name]["vouched"] == "the tensor's own header"
+
+    norm = dict(model.named_parameters())["model.norm.weight"].detach().numpy().tobytes()
+    corrupt(file, file.read_bytes().index(norm) + 5)
+    (problem,) = loadkit.verify(tmp_path / "b").problems
+    assert (problem.code, problem.file) == ("DIGEST", file.name)

@@ -19,7 +19,7 @@ from loadkit.load_plan import SHOWN, Problem
 from loadkit.manifest import MANIFEST, FileEntry, Manifest
 
 if TYPE_CHECKING:
-    from loadkit.base_loader import Checksum
+    from loadkit.base_loader import BaseModelLoader
     from loadkit.conversion.contents import Contents
     from loadkit.diff import DiffReport
     from loadkit.integrity.digests import FileDigests, Hash
@@ -55,9 +55,7 @@ class Findings:
         try:
             found = look()
         except CheckpointError as error:
-            self._problem(
-                error.code.removeprefix("E_"), error.message, error.file, error.tensor, error.hint
-            )
+            self._fault(error)
             self._check(name, False, error.message)
             return None
         if name == "headers":
@@ -118,7 +116,7 @@ class Findings:
         source: Source,
         names: Collection[str],
         manifest: Manifest | None,
-        checksums: Callable[[str], Sequence[Checksum]] | None = None,
+        loader: BaseModelLoader | None = None,
     ) -> None:
         """Every file holds the bytes that are vouched for: by the manifest, the hub, or itself.
 
@@ -126,7 +124,7 @@ class Findings:
             source: the open source of the files.
             names: of those that are looked at.
             manifest: of the folder.
-            checksums: what a file keeps of its own bytes, by its name.
+            loader: knows what files of its format keep of their own bytes.
         """
         files = [source.open(name) for name in sorted(names)]
         entries = {} if manifest is None else manifest.files
@@ -143,9 +141,12 @@ class Findings:
             self.files[file.name] |= {"sha256": found, "vouched": MANIFEST}
             if found != entry.sha256:
                 self._damaged(file, entry, found)
+        checksums = None if loader is None else loader.checksums
         expected, _ = expected_digests(source, others, {}, checksums) if others else ({}, [])
         for file in others:
             units = expected.get(id(file))
+            if loader is not None and (units is None or not any(units.digests)):
+                units = self._own_digests(loader, file)
             if units is not None and any(units.digests):
                 vouched += 1
                 self._units(file, units)
@@ -155,6 +156,14 @@ class Findings:
             return
         text = f"{vouched} of {len(files)} file(s) were compared: {bad} problem(s)"
         self._check("digests", not bad, text)
+
+    def _own_digests(self, loader: BaseModelLoader, file: File) -> FileDigests | None:
+        """What a file's own headers say of its bytes."""
+        try:
+            return next(iter(loader.own_digests([file])), None)
+        except CheckpointError as error:
+            self._fault(error)
+            return None
 
     def _damaged(self, file: File, entry: FileEntry, found: str) -> None:
         """A file holds other bytes: say in which tensors, where that is known."""
@@ -189,10 +198,10 @@ class Findings:
                 )
                 self._problem("DIGEST", text, file.name, hint=digests.advice)
 
-    def finite(self, contents: Contents) -> None:
+    def finite(self, every: Sequence[Contents]) -> None:
         """No float is NaN or infinite."""
         before, looked = len(self.problems), 0
-        for output in contents.outputs():
+        for contents, output in ((each, out) for each in every for out in each.outputs()):
             if not output.dtype.is_floating_point or "x2" in str(output.dtype):
                 continue
             looked += 1
@@ -221,6 +230,10 @@ class Findings:
 
     def _check(self, name: str, ok: bool | None, detail: str) -> None:
         self.checks.append(Check(name, ok, detail))
+
+    def _fault(self, error: CheckpointError) -> None:
+        code = error.code.removeprefix("E_")
+        self._problem(code, error.message, error.file, error.tensor, error.hint)
 
     def _problem(
         self,
