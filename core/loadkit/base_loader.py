@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from loadkit.errors import ModelError, UnknownNameError
+from loadkit.module_walk import named_modules
 from loadkit.name_hints import strip_wrappers
 from loadkit.options import OptionSpec, validate_extra_config
 from loadkit.sources.shown import shown_source
@@ -179,7 +180,7 @@ class BaseModelLoader(ABC):
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """The catalogue as the model takes it: wrapper components removed, the plan looking on."""
         weights = list(self.offers(model_config))
-        parts = {part for module in model.modules() for part in module._modules}
+        parts = {part for _, module in named_modules(model) for part in module._modules}
         renamed = strip_wrappers([name for name, _ in weights], parts)
         named = ((renamed.get(name, name), tensor) for name, tensor in weights)
         recorder = active_recorder()

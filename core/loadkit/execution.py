@@ -82,8 +82,9 @@ def moves_of(target: Target, *, alias: bool) -> Moves:
     strips: list[tuple[FileLeaf, Strip]] = []
     fills: list[tuple[View, Any]] = []
     computed: list[tuple[View, Expr]] = []
+    live = target.storage.real is not None
     for view, expr in target.pieces:
-        if is_kept(target.storage, expr):
+        if live and is_kept(target.storage, expr):
             continue
         if isinstance(expr, Filled):
             fills.append((view, expr.value))
@@ -110,8 +111,9 @@ def moves_of(target: Target, *, alias: bool) -> Moves:
 
 def _is_crumbs(strips: list[Strip]) -> bool:
     """Whether one strided copy in memory is cheaper than so many small strips."""
-    nbytes = sum(strip.rows * strip.row_bytes for strip in strips)
-    return len(strips) > FEW_STRIPS and nbytes < len(strips) * SMALL_STRIP
+    if len(strips) <= FEW_STRIPS:
+        return False
+    return sum(strip.rows * strip.row_bytes for strip in strips) < len(strips) * SMALL_STRIP
 
 
 def _one_run(
@@ -121,16 +123,14 @@ def _one_run(
     whole = target.view.offset == 0 and target.view.numel == target.storage.numel
     if not strips or not whole or not target.view.is_contiguous():
         return None
-    if any(
-        s.rows != 1 and not s.row_bytes == s.source_stride == s.target_stride for _, s in strips
-    ):
-        return None
     if len(strips) > 1:
         strips = sorted(strips, key=lambda item: item[1].target)
     at = target.view.offset * target.dtype.itemsize
     leaf, first = strips[0]
     start = place = leaf.info.offset + first.source
     for item, strip in strips:
+        if strip.rows != 1 and not strip.row_bytes == strip.source_stride == strip.target_stride:
+            return None
         nbytes = strip.rows * strip.row_bytes
         if item.info.file is not leaf.info.file:
             return None

@@ -57,10 +57,11 @@ class Finisher:
         self._device = target_device
         self._processed = processed
         self._done: set[int] = set()
-        self._by_name: dict[str, torch.Tensor] = {
-            **dict(model.named_parameters(remove_duplicate=False)),
-            **dict(model.named_buffers(remove_duplicate=False)),
-        }
+        self._by_name: dict[str, torch.Tensor] = {}
+        for prefix, module in model.named_modules(remove_duplicate=False):
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    self._by_name[f"{prefix}.{name}" if prefix else name] = tensor
 
     def take(self, turn: Turn, memory: dict[int, torch.Tensor]) -> None:
         """Give a turn's targets their memory, then let its module's method finish it.

@@ -38,5 +38,7 @@ def attribute_of(module: nn.Module | None, name: str) -> Any:
     own = vars(module)
     if name in own:
         return own[name]
-    parts = (own["_parameters"], own["_buffers"], own["_modules"])
-    return next((part[name] for part in parts if name in part), None)
+    for registry in (own["_parameters"], own["_buffers"], own["_modules"]):
+        if name in registry:
+            return registry[name]
+    return None

@@ -229,7 +229,8 @@ class NameTable:
         installed = index()
         installed.check_allowed()
         local = self._local.get(name)
-        rows = self._rows(name)
+        every = installed.by_name.get((self.group, name), [])
+        rows = [row for row in every if row.state == "ready"]
         if name in self._contested and not (local and local.override):
             raise self._conflict(name, self._contested[name])
         if local is not None:
@@ -241,7 +242,7 @@ class NameTable:
             raise self._conflict(name, [row.origin for row in rows])
         if rows:
             return rows[0]
-        broken = [row for row in self._rows(name, usable=False) if row.state == "broken"]
+        broken = [row for row in every if row.state == "broken"]
         return broken[0] if broken else None
 
     def _claimed(self, name: str) -> bool:

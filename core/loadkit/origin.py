@@ -117,7 +117,9 @@ def with_plan(origin: Origin, plan: LoadPlan, offered: Iterable[str]) -> Origin:
     sizes: dict[str, Shape] = {}
     for target in plan.targets:
         for _, expr in target.pieces:
-            shapes.update((i.leaf.name, i.leaf.size) for i in walk(expr) if isinstance(i, Src))
+            for item in (expr,) if isinstance(expr, Src) else walk(expr):
+                if isinstance(item, Src):
+                    shapes[item.leaf.name] = item.leaf.size
         for name in target.names:
             sizes[name] = target.view.size
             rows.setdefault(name, rows.get(target.names[0], []))

@@ -38,6 +38,8 @@ def rows_of(target: Target, row_kind: str | None = None) -> list[Row]:
 
 def _is_fused(target: Target) -> bool:
     """Whether more than one checkpoint tensor is in it."""
+    if len(target.pieces) == 1 and isinstance(target.pieces[0][1], Src):
+        return False
     first: str | None = None
     for _, expr in target.pieces:
         for tensor, _, _ in _leaves(expr):
@@ -56,8 +58,7 @@ def _rows(
 ) -> list[Row]:
     """A row for everything an expression is made of, each region once."""
     if isinstance(expr, Src):
-        ((tensor, file, source),) = _leaves(expr)
-        return [Row(tensor, file, source, parameter, region, "exact", kind, reason)]
+        return [Row(*_leaf(expr), parameter, region, "exact", kind, reason)]
     found = dict.fromkeys(_leaves(expr))
     word = exactness(expr) if found else "exact"
     return [
@@ -66,12 +67,17 @@ def _rows(
     ]
 
 
+def _leaf(src: Src) -> tuple[str, str | None, Region]:
+    """(tensor, file, region) of a region of a leaf."""
+    file = src.leaf.info.file.name if isinstance(src.leaf, FileLeaf) else None
+    return src.leaf.name, file, Region(src.view.offset, src.view.size, src.view.stride)
+
+
 def _leaves(expr: Expr) -> Iterator[tuple[str, str | None, Region | None]]:
     """(tensor, file, region) of everything an expression is made of."""
     for item in walk(expr):
         if isinstance(item, Src):
-            file = item.leaf.info.file.name if isinstance(item.leaf, FileLeaf) else None
-            yield item.leaf.name, file, Region(item.view.offset, item.view.size, item.view.stride)
+            yield _leaf(item)
         elif isinstance(item, Const) and item.source is not None:
             yield item.source, None, None
 

@@ -42,7 +42,7 @@ from loadkit.tracing.program import resolve, resolve_region, walk
 from loadkit.tracing.replay import holes
 from loadkit.tracing.storage import Fill, Storage, Value
 from loadkit.tracing.view import View
-from loadkit.turns import Turn, is_repacked, turns_of
+from loadkit.turns import Turn, repacked_modules, turns_of
 
 if TYPE_CHECKING:
     from loadkit.build import Built
@@ -78,6 +78,8 @@ class TargetFinder:
         self._sweep = sweep
         self._hints = 0
         self._in_trouble = {problem.parameter for problem in problems}
+        self._repacked = repacked_modules(built.model)
+        self._repacked_ids = {id(module) for module in self._repacked.values()}
         self._used: set[str] = {read.tensor for read in built.recorder.data_reads}
 
     def find(self) -> None:
@@ -114,7 +116,7 @@ class TargetFinder:
         if _is_elsewhere(tensor, storage):
             storage, view, pieces = moved_home(view, tensor.dtype, pieces)
         target = Target(names, storage, view, tensor.dtype, is_parameter, pieces)
-        repacked = is_repacked(module) and not self.job.loader.processed
+        repacked = id(module) in self._repacked_ids and not self.job.loader.processed
         target.may_alias = not repacked and storage.real is None
         self._overlaps(target, overlapping)
         if is_parameter:
@@ -346,7 +348,8 @@ class TargetFinder:
         """In what turns the targets are filled."""
         job = self.job
         together = job.module is not None or job.load_config.distribute is not None
-        return turns_of(self.model, self.targets, one_turn=job.loader.processed or together)
+        one_turn = job.loader.processed or together
+        return turns_of({} if one_turn else self._repacked, self.targets)
 
     def files(self) -> list[File]:
         """The files that will be read."""

@@ -8,7 +8,7 @@ file order.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -19,7 +19,7 @@ from loadkit.quantization_base import QuantizeMethodBase
 from loadkit.tracing.expressions import Expr, Part
 from loadkit.tracing.program import walk
 
-__all__ = ["Turn", "is_repacked", "turns_of"]
+__all__ = ["Turn", "is_repacked", "repacked_modules", "turns_of"]
 
 
 @dataclass(frozen=True)
@@ -49,18 +49,21 @@ def is_repacked(module: nn.Module) -> bool:
     return own is not None and own is not QuantizeMethodBase.process_weights_after_loading
 
 
-def turns_of(model: nn.Module, targets: Sequence[Target], *, one_turn: bool = False) -> list[Turn]:
+def repacked_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """A model's modules whose weights are changed after loading, by name."""
+    return {name: module for name, module in named_modules(model) if is_repacked(module)}
+
+
+def turns_of(modules: Mapping[str, nn.Module], targets: Sequence[Target]) -> list[Turn]:
     """The turns of a load: what is read in file order, then the modules one by one.
 
     A module's targets stay in the first turn where others share their memory, their numbers or
     their names.
 
     Args:
-        model: the model.
+        modules: those that are repacked; none where all of it is read together.
         targets: everything that is filled.
-        one_turn: all of it is read together (nothing is repacked, or other ranks take part).
     """
-    modules = {} if one_turn else {n: m for n, m in named_modules(model) if is_repacked(m)}
     mine: dict[str, list[Target]] = defaultdict(list)
     for target in targets if modules else ():
         homes = {name.rpartition(".")[0] for name in target.names}
