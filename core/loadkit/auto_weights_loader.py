@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +23,9 @@ from loadkit.packed_modules import Packed, find_fused, invert_packed
 from loadkit.sharded_name import ShardedName
 from loadkit.text import printable
 from loadkit.tracing import report_misfit
+from loadkit.tracing.known_copies import run_loader
 from loadkit.tracing.lazy_tensor import LazyTensor, Offered
 from loadkit.tracing.observed import offers_of
-from loadkit.tracing.regions import runs_quietly
 from loadkit.weight_errors import (
     Unplaced,
     describe_failure,
@@ -165,9 +166,9 @@ class AutoWeightsLoader:
         if not self._gather:
             yield from itertools.groupby(items, key=lambda item: item[1][depth])
             return
-        groups: dict[str, list[Item]] = {}
+        groups: defaultdict[str, list[Item]] = defaultdict(list)
         for item in items:
-            groups.setdefault(item[1][depth], []).append(item)
+            groups[item[1][depth]].append(item)
         yield from groups.items()
 
     def _enter(
@@ -220,20 +221,15 @@ class AutoWeightsLoader:
 
     def _load(self, name: ShardedName, offer: torch.Tensor | Offered, target: torch.Tensor) -> bool:
         """Run a weight loader on one tensor; False if a recorder took its failure."""
-        tensor = _taken(offer)
         loader = getattr(target, "weight_loader", default_weight_loader)
         shard = () if name.shard_id is None else (name.shard_id,)
         try:
-            if runs_quietly(loader):
-                with torch._C.DisableTorchFunction():
-                    loader(target, tensor, *shard)
-            else:
-                loader(target, tensor, *shard)
+            run_loader(loader, target, offer, *shard)
         except MemoryError:
             raise
         except Exception as cause:  # whatever a third party raises is wrapped once
             ranks = ranks_of(self.module, target)
-            error = describe_failure(cause, name=name, param=target, loaded=tensor, ranks=ranks)
+            error = describe_failure(cause, name=name, param=target, loaded=offer, ranks=ranks)
             if isinstance(error, WeightLoadError) and report_misfit(
                 "SHAPE",
                 name=name.checkpoint_name,

@@ -192,12 +192,13 @@ def _plain_attributes_at_once() -> Iterator[None]:
         kind, held = type(value), module.__dict__
         if kind not in plain:
             plain[kind] = not issubclass(kind, (torch.Tensor, nn.Module))
-        if (
-            plain[kind]
-            and "_modules" in held
-            and name not in held["_modules"]
-            and name not in held["_parameters"]
-            and name not in held["_buffers"]
+        if plain[kind] and (
+            "_modules" not in held  # before the module's own constructor: nothing is registered
+            or (
+                name not in held["_modules"]
+                and name not in held["_parameters"]
+                and name not in held["_buffers"]
+            )
         ):
             set_any(module, name, value)
         else:

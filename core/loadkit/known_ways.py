@@ -5,6 +5,7 @@ That holds where no rule looks at numbers: no regex, no renamed name, no numeric
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from loadkit.map_steps import MappedName
@@ -30,7 +31,7 @@ class KnownWays:
         self.off = bool(mapper.orig_to_new_regex or mapper.orig_to_new_rename) or any(
             part.isdigit() for part in looks
         )
-        self.ways: dict[str, tuple[str, int, Any]] = {}
+        self.ways: dict[tuple[str, ...], tuple[str, Any]] = {}
 
     def find(self, name: str) -> MappedName | None:
         """Where a name goes, if one like it went there before."""
@@ -38,9 +39,7 @@ class KnownWays:
             return None
         shape, numbers = _numbers_of(name)
         way = self.ways.get(shape)
-        if way is None or way[1] != len(numbers):
-            return None
-        return MappedName(way[0].format(*numbers), way[2])
+        return None if way is None else MappedName(way[0].format(*numbers), way[1])
 
     def learn(self, name: str, mapped: MappedName) -> None:
         """Remember the way of all names like this one."""
@@ -50,15 +49,13 @@ class KnownWays:
         parts = mapped.name.split(".")
         if [part for part in parts if part.isdigit()] == numbers and "{" not in mapped.name:
             way = ".".join("{}" if part.isdigit() else part for part in parts)
-            self.ways[shape] = way, len(numbers), mapped.shard_id
+            self.ways[shape] = way, mapped.shard_id
 
 
-def _numbers_of(name: str) -> tuple[str, list[str]]:
-    """A name with its numeric components left out, and those."""
-    numbers: list[str] = []
-    parts = name.split(".")
-    for at, part in enumerate(parts):
-        if part.isdigit():
-            numbers.append(part)
-            parts[at] = ""
-    return ".".join(parts), numbers
+_NUMBER = re.compile(r"(?:^|(?<=\.))([0-9]+)(?=\.|$)")  # a whole component
+
+
+def _numbers_of(name: str) -> tuple[tuple[str, ...], list[str]]:
+    """What stands between the numeric components of a name, and those."""
+    parts = _NUMBER.split(name)
+    return tuple(parts[::2]), parts[1::2]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from loadkit.errors import CheckpointError, PlanError, ReadError
 from loadkit.parallel_config import ParallelConfig
@@ -38,8 +38,7 @@ class Problem:
         return asdict(self)
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(NamedTuple):
     """A strided region: ``offset`` and ``stride`` in elements, of a tensor or a parameter."""
 
     offset: int

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from loadkit.local_memory import is_spread, local_of
-from loadkit.module_walk import named_modules
+from loadkit.module_walk import Modules, named_modules
 from loadkit.tracing.recorder import Recorder
 
 __all__ = ["buffers_without_memory", "complete_buffers"]
@@ -27,11 +27,11 @@ Key = tuple[str, str]
 """A module's dotted name, and the buffer's name in it."""
 
 
-def buffers_without_memory(model: nn.Module, recorder: Recorder) -> Iterator[str]:
+def buffers_without_memory(model: nn.Module, modules: Modules, recorder: Recorder) -> Iterator[str]:
     """Names of buffers on meta that the load does not write and the model cannot make again."""
     made = _computed(model, torch.device("cpu"))
-    for prefix, module in named_modules(model):
-        for name, buffer in _on_meta(module):
+    for prefix, module in modules:
+        for name, buffer in _on_meta(module) if module._buffers else ():
             if (prefix, name) not in made and not recorder.is_changed(local_of(buffer)):
                 yield f"{prefix}.{name}" if prefix else name
 

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
-__all__ = ["attribute_of", "named_modules"]
+__all__ = ["Modules", "attribute_of", "named_modules", "named_paths"]
+
+Modules = list[tuple[str, nn.Module]]
+"""Dotted names and modules, parents first."""
 
 
-def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """What ``model.named_modules()`` gives: dotted names and modules, parents first, each once."""
-    found: list[tuple[str, nn.Module]] = []
-    seen: set[nn.Module] = set()
+def named_modules(model: nn.Module) -> Modules:
+    """What ``model.named_modules()`` gives: each module once."""
+    return list(_walk(model, set()))
+
+
+def named_paths(model: nn.Module) -> Modules:
+    """What ``model.named_modules(remove_duplicate=False)`` gives: a shared one at each place."""
+    return list(_walk(model, None))
+
+
+def _walk(model: nn.Module, seen: set[nn.Module] | None) -> Iterator[tuple[str, nn.Module]]:
     waiting: list[tuple[str, nn.Module]] = [("", model)]
     while waiting:
         name, module = waiting.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        found.append((name, module))
+        if seen is not None:
+            if module in seen:
+                continue
+            seen.add(module)
+        yield name, module
         if module._modules:
             above = f"{name}." if name else ""
             waiting += [
@@ -27,7 +39,6 @@ def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
                 for child, part in reversed(module._modules.items())
                 if part is not None
             ]
-    return found
 
 
 def attribute_of(module: nn.Module | None, name: str) -> Any:

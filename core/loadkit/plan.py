@@ -23,6 +23,7 @@ from loadkit.load_plan import LoadPlan, Problem
 from loadkit.load_strategy import reader_for
 from loadkit.local_memory import local_of
 from loadkit.meta_buffers import buffers_without_memory
+from loadkit.module_walk import Modules, named_modules
 from loadkit.plan_targets import TargetFinder
 from loadkit.readers import can_alias
 from loadkit.readers.base import Reader
@@ -136,20 +137,22 @@ def make_plan(job: Job, built: Built) -> Planned:
                 break
             failed[name] = problem
         else:
-            adopt(built.model, built.recorder)
-            sweep = list(held_tensors(built.model))
+            modules = named_modules(built.model)
+            adopt(modules, built.recorder)
+            sweep = list(held_tensors(modules))
             leaked = leaked_names(sweep)
             if not leaked - opaque:
-                problems = [*failed.values(), *general, *_left_behind(built, sweep)]
+                problems = [*failed.values(), *general, *_left_behind(built, modules, sweep)]
                 try:
-                    return _assemble(job, built, problems, opaque, sweep)
+                    return _assemble(job, built, problems, opaque, modules, sweep)
                 except TraceError as error:  # a program that regions cannot be read by
                     opaque |= _tensors_of(error)
             opaque |= leaked
     else:
         general.append(Problem("TOO_MANY_PROBLEMS", f"gave up looking after {MAX_ATTEMPTS} traces"))
-    sweep = list(held_tensors(built.model))
-    return _assemble(job, built, [*failed.values(), *general], opaque, sweep)
+    modules = named_modules(built.model)
+    sweep = list(held_tensors(modules))
+    return _assemble(job, built, [*failed.values(), *general], opaque, modules, sweep)
 
 
 def _tensors_of(error: TraceError) -> set[str]:
@@ -236,7 +239,7 @@ def _real_data(lazy: LazyTensor, *, alias: bool) -> torch.Tensor:
     return flat.view(leaf.dtype).view(leaf.size)
 
 
-def _left_behind(built: Built, sweep: list[Held]) -> list[Problem]:
+def _left_behind(built: Built, modules: Modules, sweep: list[Held]) -> list[Problem]:
     """Problems of what loader code did where the recorder could not follow."""
     problems: list[Problem] = []
     try:
@@ -265,7 +268,7 @@ def _left_behind(built: Built, sweep: list[Held]) -> list[Problem]:
             hint="make the module under loadkit.build.parameters_on_meta() in place of "
             "torch.device('meta'): buffers stay real there",
         )
-        for name in buffers_without_memory(built.model, built.recorder)
+        for name in buffers_without_memory(built.model, modules, built.recorder)
     ]
     if built.recorder.foreign_writes:
         problems.append(
@@ -280,12 +283,17 @@ def _left_behind(built: Built, sweep: list[Held]) -> list[Problem]:
 
 
 def _assemble(
-    job: Job, built: Built, problems: list[Problem], opaque: set[str], sweep: list[Held]
+    job: Job,
+    built: Built,
+    problems: list[Problem],
+    opaque: set[str],
+    modules: Modules,
+    sweep: list[Held],
 ) -> Planned:
     """Everything that was recorded, as a plan."""
-    finder = TargetFinder(job, built, problems, opaque, sweep)
+    finder = TargetFinder(job, built, problems, opaque, modules, sweep)
     finder.find()
-    files = finder.files()
+    files = finder.files
     ranks = job.config.parallel_config.world_size
     choice = reader_for(job.load_config, files, job.device, ranks=ranks)
     check = Verification(job.loader, job.load_config, job.config.model_config, files)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from loadkit.device_layer import is_accelerator
-from loadkit.execution import Moves, Target, chunks, fetch_strips, files_of, moves_of, place_at
+from loadkit.execution import Moves, Target, chunks, fetch_strips, moves_of, place_at
 from loadkit.page_runs import runs_left
 from loadkit.readers import can_alias
 from loadkit.readers.base import Place, Reader
@@ -26,6 +26,7 @@ from loadkit.unused_options import refuse_idle_ring
 
 if TYPE_CHECKING:
     from loadkit.resolve import Job
+    from loadkit.sources.base import File
 
 __all__ = ["Bill", "Costs", "costs_of"]
 
@@ -44,7 +45,7 @@ class Costs(NamedTuple):
     requests: int
 
 
-def costs_of(turns: Sequence[Turn], reader: Reader, job: Job) -> Costs:
+def costs_of(turns: Sequence[Turn], files: Sequence[File], reader: Reader, job: Job) -> Costs:
     """What filling the targets reads and holds, as the read step will do it, turn by turn.
 
     Settles ``may_alias`` and ``may_overlay`` of each: its files allow it, it has its storage for
@@ -53,7 +54,8 @@ def costs_of(turns: Sequence[Turn], reader: Reader, job: Job) -> Costs:
     targets = [target for turn in turns for target in turn.targets]
     device = torch.device(job.device)
     aliases = reader.aliases and job.load_config.alias == "auto"
-    _settle_aliases(targets, reader, aliases, device)
+    allowed = {id(file): aliases and can_alias(file)[0] for file in files}
+    _settle_aliases(targets, reader, allowed, device)
     bill = Bill(reader)
     mappings = runs_left()
     read = requests = ring_bytes = kept = peak = parameters = 0
@@ -104,10 +106,9 @@ def costs_of(turns: Sequence[Turn], reader: Reader, job: Job) -> Costs:
 
 
 def _settle_aliases(
-    targets: list[Target], reader: Reader, aliases: bool, device: torch.device
+    targets: list[Target], reader: Reader, allowed: dict[int, bool], device: torch.device
 ) -> None:
     """Which targets may be views of their files, or have pages of them."""
-    allowed = {id(file): aliases and can_alias(file)[0] for file in files_of(targets)}
     users = Counter(id(target.storage) for target in targets)
     for target in targets:
         target.may_alias = (

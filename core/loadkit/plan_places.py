@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from loadkit.local_memory import local_of
-from loadkit.module_walk import named_modules
+from loadkit.module_walk import Modules, named_paths
 from loadkit.tracing.lazies import view_of
 from loadkit.tracing.lazy_tensor import LazyTensor
 from loadkit.tracing.leaks import Held
@@ -29,14 +29,16 @@ class Place(NamedTuple):
     module: nn.Module
 
 
-def places(model: nn.Module, recorder: Recorder, sweep: Iterable[Held]) -> Iterator[Place]:
+def places(
+    model: nn.Module, modules: Modules, recorder: Recorder, sweep: Iterable[Held]
+) -> Iterator[Place]:
     """Every parameter, then buffers and other tensors of the model that were written to.
 
     Parameters that are one view of one memory are one place (tied weights).
     """
     yield from _parameters(model)
     seen: set[int] = set()
-    for prefix, module in named_modules(model):
+    for prefix, module in modules:
         for name, buffer in module._buffers.items():
             if buffer is None or isinstance(buffer, LazyTensor) or id(buffer) in seen:
                 continue
@@ -49,8 +51,9 @@ def places(model: nn.Module, recorder: Recorder, sweep: Iterable[Held]) -> Itera
 def _parameters(model: nn.Module) -> Iterator[Place]:
     names: dict[tuple[int, View | None], list[str]] = {}
     first: dict[tuple[int, View | None], tuple[torch.Tensor, nn.Module]] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, param in module._parameters.items():
+    for prefix, module in named_paths(model):
+        registry: dict[str, Any] = module._parameters
+        for name, param in registry.items():
             if param is None or isinstance(param, LazyTensor):
                 continue
             if is_lazy(param):

@@ -38,11 +38,10 @@ def rows_of(target: Target, row_kind: str | None = None) -> list[Row]:
 
 def _is_fused(target: Target) -> bool:
     """Whether more than one checkpoint tensor is in it."""
-    if len(target.pieces) == 1 and isinstance(target.pieces[0][1], Src):
-        return False
     first: str | None = None
     for _, expr in target.pieces:
-        for tensor, _, _ in _leaves(expr):
+        names = (expr.leaf.name,) if isinstance(expr, Src) else (leaf[0] for leaf in _leaves(expr))
+        for tensor in names:
             if first is not None and tensor != first:
                 return True
             first = tensor

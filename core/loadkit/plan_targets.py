@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from loadkit.errors import TraceError
 from loadkit.execution import Target, files_of
 from loadkit.load_plan import SHOWN, Problem, Row
+from loadkit.module_walk import Modules
 from loadkit.name_hints import likely_prefix
 from loadkit.plan_costs import Costs, costs_of
 from loadkit.plan_places import Place, places
@@ -64,6 +65,7 @@ class TargetFinder:
         built: Built,
         problems: list[Problem],
         opaque: set[str],
+        modules: Modules,
         sweep: list[Held],
     ) -> None:
         self.job = job
@@ -75,17 +77,18 @@ class TargetFinder:
         self.rows: list[Row] = []
         self.initialised: dict[str, str] = {}
         self._opaque = opaque
+        self._modules = modules
         self._sweep = sweep
         self._hints = 0
         self._in_trouble = {problem.parameter for problem in problems}
-        self._repacked = repacked_modules(built.model)
+        self._repacked = repacked_modules(modules)
         self._repacked_ids = {id(module) for module in self._repacked.values()}
         self._used: set[str] = {read.tensor for read in built.recorder.data_reads}
 
     def find(self) -> None:
         """Fill the lists."""
         self._misfits()
-        for place in places(self.model, self.recorder, self._sweep):
+        for place in places(self.model, self._modules, self.recorder, self._sweep):
             self._target(place)
         self._unused()
         self._remarks()
@@ -351,13 +354,14 @@ class TargetFinder:
         one_turn = job.loader.processed or together
         return turns_of({} if one_turn else self._repacked, self.targets)
 
+    @cached_property
     def files(self) -> list[File]:
         """The files that will be read."""
         return files_of(self.targets)
 
     def costs(self, reader: Reader) -> Costs:
         """What the load will read and hold, with this reader. Settles who may be an alias."""
-        costs = costs_of(self.turns, reader, self.job)
+        costs = costs_of(self.turns, self.files, reader, self.job)
         opaque = sum(self.recorder.opaque_bytes.values())
         return costs._replace(needed=costs.needed + opaque, read=costs.read + opaque)
 

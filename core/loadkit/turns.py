@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from loadkit.execution import Target
-from loadkit.module_walk import attribute_of, named_modules
+from loadkit.module_walk import Modules, attribute_of
 from loadkit.quantization_base import QuantizeMethodBase
 from loadkit.tracing.expressions import Expr, Part
 from loadkit.tracing.program import walk
@@ -49,9 +49,9 @@ def is_repacked(module: nn.Module) -> bool:
     return own is not None and own is not QuantizeMethodBase.process_weights_after_loading
 
 
-def repacked_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """A model's modules whose weights are changed after loading, by name."""
-    return {name: module for name, module in named_modules(model) if is_repacked(module)}
+def repacked_modules(modules: Modules) -> dict[str, nn.Module]:
+    """The modules whose weights are changed after loading, by name."""
+    return {name: module for name, module in modules if is_repacked(module)}
 
 
 def turns_of(modules: Mapping[str, nn.Module], targets: Sequence[Target]) -> list[Turn]:

@@ -102,7 +102,7 @@ def describe_failure(
     *,
     name: ShardedName,
     param: torch.Tensor,
-    loaded: torch.Tensor,
+    loaded: torch.Tensor | Offered,
     ranks: dict[str, int],
 ) -> LoadkitError:
     """The typed error for what a weight loader raised.
@@ -158,7 +158,7 @@ def ranks_of(module: torch.nn.Module, param: torch.Tensor) -> dict[str, int]:
 def _facts(
     name: ShardedName,
     param: torch.Tensor,
-    loaded: torch.Tensor,
+    loaded: torch.Tensor | Offered,
     ranks: dict[str, int],
 ) -> dict[str, Any]:
     """Everything about the failure as JSON-able values."""
@@ -182,7 +182,7 @@ def _subject(name: ShardedName) -> str:
     return f"tensor '{printable(name.checkpoint_name)}' -> parameter '{parameter}'{shard}"
 
 
-def _shape(tensor: torch.Tensor) -> str:
+def _shape(tensor: torch.Tensor | Offered) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 

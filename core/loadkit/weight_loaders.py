@@ -49,6 +49,9 @@ def default_weight_loader(param: torch.Tensor, loaded_weight: torch.Tensor) -> N
         copy_region(memory, loaded_weight, cuts)
 
 
+default_weight_loader.loader_looks_at = ()  # type: ignore[attr-defined]  # tracing.known_copies
+
+
 def row_parallel_weight_loader(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
     """Copy this rank's rows (dim 0) of a tensor; rank and size are the parameter's own.
 

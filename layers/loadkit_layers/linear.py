@@ -20,7 +20,15 @@ from loadkit_layers.parameter import BaseParameter, ColumnParameter, as_sharded
 from loadkit_layers.sharding import Shard, require_divisible, split_shards
 from loadkit_layers.unquantized import UnquantizedLinearMethod
 
-__all__ = ["ColumnParallelLinear", "LinearBase", "ReplicatedLinear", "RowParallelLinear"]
+__all__ = [
+    "LOOKED_AT",
+    "ColumnParallelLinear",
+    "LinearBase",
+    "ReplicatedLinear",
+    "RowParallelLinear",
+]
+
+LOOKED_AT = ("output_shards", "tp_rank", "tp_size")  # by weight loaders: tracing.known_copies
 
 LinearOutput = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
 
@@ -140,6 +148,8 @@ class LinearBase(torch.nn.Module):
 class ReplicatedLinear(LinearBase):
     """Every rank holds the whole layer. Arguments as ``LinearBase``, ``bias`` third."""
 
+    loader_looks_at = LOOKED_AT
+
     def __init__(
         self,
         input_size: int,
@@ -175,6 +185,8 @@ class ColumnParallelLinear(LinearBase):
     Raises:
         ModelError: ``TP_INDIVISIBLE``.
     """
+
+    loader_looks_at = LOOKED_AT
 
     def __init__(
         self,
@@ -218,6 +230,8 @@ class RowParallelLinear(LinearBase):
     Raises:
         ModelError: ``TP_INDIVISIBLE``.
     """
+
+    loader_looks_at = LOOKED_AT
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ import torch
 from loadkit.config import ParallelConfig
 from loadkit.errors import WeightLoadError
 from loadkit.tracing.regions import copies_regions
-from loadkit_layers.linear import ColumnParallelLinear
+from loadkit_layers.linear import LOOKED_AT, ColumnParallelLinear
 from loadkit_layers.parameter import BaseParameter
 from loadkit_layers.sharding import Shard, require_divisible, split_shards
 
@@ -35,6 +35,8 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
     Raises:
         ModelError: ``TP_INDIVISIBLE``.
     """
+
+    loader_looks_at = LOOKED_AT
 
     def __init__(
         self,
@@ -113,6 +115,8 @@ class QKVParallelLinear(MergedColumnParallelLinear):
     Raises:
         ModelError: ``TP_INDIVISIBLE``; R has to divide H, and of R and G one the other.
     """
+
+    loader_looks_at = LOOKED_AT
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from types import CellType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from loadkit.errors import TraceError
 from loadkit.local_memory import local_of
-from loadkit.module_walk import named_modules
+from loadkit.module_walk import Modules
 from loadkit.tracing.lazy_tensor import LazyTensor, leaf_names
 
 if TYPE_CHECKING:
@@ -29,6 +29,17 @@ _PLAIN = (int, float, str, bytes, bool, type(None), type, torch.dtype, torch.dev
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_load_state_dict_post_hooks")
 _SKIPPED = frozenset(_PLAIN)
 _CONTAINERS = frozenset((dict, OrderedDict, list, tuple, set, frozenset))
+_LOOKED_INTO = (torch.Tensor, *_CONTAINERS, FunctionType, MethodType, partial)
+
+
+def _looks_into(kind: type) -> bool:
+    """Whether values of a type may hold something that ``_look`` would look at."""
+    if issubclass(kind, (*_PLAIN, nn.Module)):
+        return False
+    return issubclass(kind, _LOOKED_INTO) or bool(kind.__dictoffset__)
+
+
+_may_hold: Callable[[type], bool] = lru_cache(maxsize=512)(_looks_into)
 
 
 def _full(items: dict[Any, Any]) -> list[tuple[Any, Any]]:
@@ -38,6 +49,7 @@ def _full(items: dict[Any, Any]) -> list[tuple[Any, Any]]:
         for item in items.items()
         if (kind := type(item[1])) not in _SKIPPED
         and (kind not in _CONTAINERS or item[1])
+        and _may_hold(kind)
         and (kind is not MethodType or not isinstance(item[1].__self__, nn.Module))
     ]
 
@@ -54,10 +66,10 @@ class Held:
         self.is_part = is_part  # a registered parameter or buffer
 
 
-def held_tensors(model: nn.Module) -> Iterator[Held]:
+def held_tensors(modules: Modules) -> Iterator[Held]:
     """Every tensor in parameters, buffers and attributes, and in what these contain."""
     seen: set[int] = set()
-    for prefix, module in named_modules(model):
+    for prefix, module in modules:
         for registry in (module._parameters, module._buffers):
             for name, tensor in list(registry.items()):
                 if tensor is not None and not is_lazy(tensor):
@@ -76,7 +88,7 @@ def _look(
 ) -> Iterator[Held]:
     if isinstance(value, torch.Tensor):
         yield Held(where, value, put, False)
-    elif depth and not isinstance(value, (*_PLAIN, nn.Module)) and id(value) not in seen:
+    elif depth and _may_hold(type(value)) and id(value) not in seen:
         seen.add(id(value))
         yield from _inside(value, where, depth - 1, seen)
 
@@ -89,7 +101,7 @@ def _inside(value: Any, where: str, depth: int, seen: set[int]) -> Iterator[Held
         for i, item in _full(dict(enumerate(value))):
             yield from _look(item, f"{where}[{i}]", _item(value, i), depth, seen)
     elif isinstance(value, (tuple, set, frozenset)):
-        for i, item in enumerate(value):
+        for i, item in _full(dict(enumerate(value))):
             yield from _look(item, f"{where}[{i}]", None, depth, seen)
     elif isinstance(value, FunctionType):
         for cell in value.__closure__ or ():
@@ -120,13 +132,13 @@ def _item(container: Any, key: Any) -> Callable[[Any], None]:
     return put
 
 
-def adopt(model: nn.Module, recorder: Recorder) -> None:
+def adopt(modules: Modules, recorder: Recorder) -> None:
     """Parameters and buffers that loader code replaced by lazy tensors become plain ones on meta.
 
     Their memory is the lazy tensor's own, so what they hold is recorded as for any parameter.
     """
     homes: dict[int, torch.Tensor] = {}
-    for _, module in named_modules(model):
+    for _, module in modules:
         for registry in (module._parameters, module._buffers):
             for name, lazy in list(registry.items()):
                 if not isinstance(lazy, LazyTensor):

@@ -8,7 +8,7 @@ a write of a lazy tensor from any other thread is an error. One recording at a t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -85,6 +85,7 @@ class Recorder:
         self.opaque_bytes: dict[str, int] = {}
         self.real_of: Callable[[LazyTensor], torch.Tensor] | None = None
         self.lock = threading.RLock()
+        self.known_copies: dict[Hashable, Any] = {}  # of tracing.known_copies
         self._storages: dict[int, Storage] = {}
         self._fills: dict[int, tuple[Any, Fill]] = {}  # small, made by zeros, ones, full
         self.live: set[int] = set()  # ids of the storages of a module that was there before

@@ -30,6 +30,7 @@ __all__ = [
     "Unwritten",
     "Value",
     "Write",
+    "moment",
     "values_of",
 ]
 
@@ -143,6 +144,11 @@ class Value:
 
 
 _sequence = itertools.count()
+
+
+def moment() -> int:
+    """A number between those of the writes before and after."""
+    return next(_sequence)
 
 
 @dataclass(slots=True, eq=False)
