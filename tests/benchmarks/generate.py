@@ -7,7 +7,7 @@ import math
 import shutil
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ __all__ = [
     "MANY",
     "MIDDLE",
     "MOE",
+    "MOE_MANY",
     "MOE_SMALL",
     "MOE_TOY",
     "SMALL",
@@ -157,6 +158,7 @@ TOY = Llama("llama-toy", 2, 64, 4, 2, 96, 256, 2)  # to have lazy imports done
 MANY = Llama("llama-many", 2222, 64, 4, 2, 96, 256, 8)  # 20,000 tensors
 MOE = Moe("moe-2g", 8, 1024, 16, 4, 64, 768, 64, 32000, 3)  # 1,611 tensors, 2.4 GiB
 MOE_SMALL = Moe("moe-small", 4, 512, 8, 2, 64, 384, 32, 8000, 2)  # 0.17 GiB
+MOE_MANY = Moe("moe-many", 51, 64, 4, 2, 16, 32, 128, 256, 8)  # 20,046 tensors
 MOE_TOY = Moe("moe-toy", 2, 64, 4, 2, 16, 32, 4, 256, 2)
 Sized = Llama | Moe
 
@@ -181,7 +183,7 @@ def written(model: Sized) -> Path:
     return folder
 
 
-def sparse(model: Llama, layers: int) -> Path:
+def sparse(model: Sized, layers: int) -> Path:
     """A checkpoint of ``layers`` layers whose data are holes: for measuring plans."""
     from helpers.checkpoints import sparse_safetensors
 
@@ -189,7 +191,7 @@ def sparse(model: Llama, layers: int) -> Path:
     if (folder / "config.json").is_file():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    sized = Llama(**{**model.__dict__, "layers": layers})
+    sized = replace(model, layers=layers)
     weight_map: dict[str, str] = {}
     for file, tensors in _files(sized):
         sparse_safetensors(folder / file, {name: ("BF16", s) for name, s in tensors.items()})

@@ -68,6 +68,9 @@ def plan(small: bool) -> Benchmark:
         folder = generate.sparse(generate.MANY, layers)
         name = f"{9 * layers + 2:,} tensors"
         variants.append(Variant(name, "planning:plan", {"folder": str(folder)}))
+    folder = generate.sparse(generate.MOE_MANY, generate.MOE_MANY.layers)
+    mixture = "20,046 tensors, a mixture"
+    variants.append(Variant(mixture, "planning:plan", {"folder": str(folder)}))
     return Benchmark(
         "plan",
         variants,
@@ -76,6 +79,9 @@ def plan(small: bool) -> Benchmark:
         end="cpu_s",
         claims=[
             Claim("CPU seconds, 20,000 tensors", lambda r: r["20,000 tensors"]["cpu_s"], most=2),
+            Claim(
+                "CPU seconds, 20,046 tensors of a mixture", lambda r: r[mixture]["cpu_s"], most=2
+            ),
             Claim(
                 "CPU: 20,000 tensors / 10,001",
                 lambda r: races.ratio(r, "20,000 tensors", "10,001 tensors", "cpu_s"),
