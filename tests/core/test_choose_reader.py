@@ -17,7 +17,7 @@ from helpers.checkpoints import write_llama
 from helpers.extents import content
 from loadkit.config import LoadConfig, ParallelConfig
 from loadkit.errors import ReadError, UsageError
-from loadkit.readers import Surroundings, can_alias, choose_reader, file_systems, surroundings
+from loadkit.readers import Surroundings, can_alias, choose_reader, file_systems
 from loadkit.readers import mmap as mapping
 from loadkit.readers.base import Place
 from loadkit.readers.mmap import MmapReader
@@ -37,7 +37,7 @@ def file(tmp_path: Path) -> Iterator[LocalFile]:
 
 @pytest.fixture
 def _local(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(surroundings, "file_system_of", lambda path, device: "ext4")
+    monkeypatch.setattr(file_systems, "file_system_of", lambda path, device: "ext4")
 
 
 class RemoteFile(File):
@@ -195,10 +195,27 @@ def test_the_file_system_is_found_by_device_and_else_by_the_longest_mount_point(
 def test_network_and_unknown_file_systems_are_not_mapped(
     file: LocalFile, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(surroundings, "file_system_of", lambda path, device: kind)
+    monkeypatch.setattr(file_systems, "file_system_of", lambda path, device: kind)
     allowed, why = can_alias(file)
     assert not allowed
     assert (kind or "unknown") in why
+
+
+def test_the_file_system_is_asked_once_of_each_open_file(
+    file: LocalFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def ask(path: str, device: int) -> str:
+        asked.append(path)
+        return "ext4" if len(asked) == 1 else "nfs4"
+
+    monkeypatch.setattr(file_systems, "file_system_of", ask)
+    assert [file_systems.kind_of(file), file_systems.kind_of(file)] == ["ext4", "ext4"]
+    again = LocalFile("weights.bin", file.path)
+    assert file_systems.kind_of(again) == "nfs4"
+    assert asked == [file.path] * 2
+    again.close()
 
 
 def test_no_mount_table_means_an_unknown_file_system(tmp_path: Path) -> None:
@@ -255,8 +272,7 @@ def test_SPD_01_a_load_from_a_network_touches_no_page_of_a_map(
 
     monkeypatch.setattr(MmapReader, "view", watching)
     monkeypatch.setattr(mapping, "populate", lambda address, nbytes: touched.append(nbytes))
-    for module in (surroundings, file_systems):
-        monkeypatch.setattr(module, "file_system_of", lambda path, device: "nfs4")
+    monkeypatch.setattr(file_systems, "file_system_of", lambda path, device: "nfs4")
     far = loadkit.load(tmp_path, dtype=dtype, parallel=parallel, load_config=config)
     assert far.report.reader == ("pread" if reader == "auto" else "mmap")
     assert far.report.aliased_bytes == sum(touched) == 0

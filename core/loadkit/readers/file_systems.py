@@ -9,11 +9,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
     from loadkit.sources.base import File
 
-__all__ = ["file_system_of", "is_local", "may_alias"]
+__all__ = ["file_system_of", "is_local", "kind_of", "may_alias"]
 
 # A page fault in these is served by this kernel from its own disk or memory. All others (nfs,
 # cifs, fuse, lustre, 9p, ceph ...) may block on another machine or process, or lose pages.
@@ -24,13 +25,25 @@ LOCAL_FILE_SYSTEMS = frozenset(
     }
 )
 _MOUNTS = Path("/proc/self/mountinfo")
+_known: WeakKeyDictionary[File, str] = WeakKeyDictionary()
 
 
 def is_local(file: File) -> bool:
     """Whether page faults in an open file block on nothing but this machine's own disks."""
-    if file.path is None or sys.platform != "linux":
-        return False
-    return file_system_of(file.path, os.fstat(file.fileno()).st_dev) in LOCAL_FILE_SYSTEMS
+    return sys.platform == "linux" and kind_of(file) in LOCAL_FILE_SYSTEMS
+
+
+def kind_of(file: File) -> str:
+    """The type of the file system that holds an open local file; empty where it cannot be told.
+
+    Asked once: a file does not leave it while it is open.
+    """
+    if file.path is None:
+        return ""
+    known = _known.get(file)
+    if known is None:
+        known = _known[file] = file_system_of(file.path, os.fstat(file.fileno()).st_dev)
+    return known
 
 
 def may_alias(file: File, kind_of: Callable[[File], str]) -> tuple[bool, str]:

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from loadkit.available_memory import available_memory
 from loadkit.readers.direct import takes_direct
-from loadkit.readers.file_systems import file_system_of
+from loadkit.readers.file_systems import kind_of
 from loadkit.readers.page_cache import cached_share
 
 if TYPE_CHECKING:
     from loadkit.sources.base import File
 
 __all__ = ["Surroundings"]
-
-
-def _kind(file: File) -> str:
-    """The file system of an open local file; empty where that cannot be told."""
-    if file.path is None:
-        return ""
-    return file_system_of(file.path, os.fstat(file.fileno()).st_dev)
 
 
 @dataclass(frozen=True)
@@ -36,7 +28,7 @@ class Surroundings:
         direct: whether a file can be read past the page cache.
     """
 
-    kind: Callable[[File], str] = _kind
+    kind: Callable[[File], str] = kind_of
     cached: Callable[[Sequence[File]], float | None] = cached_share
     memory: Callable[[], int | None] = available_memory
     direct: Callable[[File], bool] = takes_direct
