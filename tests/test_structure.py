@@ -135,6 +135,31 @@ def test_a_members_names_follow_its_folder() -> None:
         assert (member / package / "py.typed").is_file()
 
 
+def test_who_asks_web_servers_requires_the_extra_of_the_core_that_does_it() -> None:
+    extra = "loadkit-core[http]"
+    asking = {
+        member.name
+        for member in MEMBERS
+        for _, tree in _modules(member)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("loadkit.network")
+    }
+    requiring = {
+        member.name
+        for member in MEMBERS
+        if any(line.startswith(extra) for line in _project(member)["project"]["dependencies"])
+    }
+    assert asking - {"core"} == requiring == {"hub", "remote"}
+    (library,) = _project(ROOT / "core")["project"]["optional-dependencies"]["http"]
+    users = [
+        str(path.parent)
+        for member in MEMBERS
+        for path, tree in _modules(member)
+        if any(name == re.split("[<>=]", library)[0] for _, name in _imports(tree))
+    ]
+    assert set(users) == {"core/loadkit/network"}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_public_class_and_function_has_a_docstring(name: str) -> None:
     bare = [

@@ -14,7 +14,7 @@ from helpers.format_models import Model, check_same, load, plain
 from helpers.web_server import WebServer
 from loadkit.config import ParallelConfig
 from loadkit.errors import OptionError
-from loadkit_remote import remote_file
+from loadkit.network import remote_file
 
 each_format = pytest.mark.parametrize("form", FORMATS, ids=repr)
 Folder = Callable[[MatrixFormat], Path]

@@ -76,7 +76,8 @@ def link_third_parties(folder: Path) -> Path:
     folder.mkdir()
     wanted = [line for member in MEMBERS for line in project(member)["dependencies"]]
     for member in MEMBERS:
-        wanted += project(member).get("optional-dependencies", {}).get("generate", [])
+        extras = project(member).get("optional-dependencies", {})
+        wanted += [line for extra in ("generate", "http") for line in extras.get(extra, [])]
     seen: set[str] = set()
     while wanted:
         requirement = Requirement(wanted.pop())

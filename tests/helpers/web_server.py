@@ -29,11 +29,12 @@ _PIECE = 256 << 10
 
 @dataclass
 class Noted:
-    """One request: its path (no query), headers in lower case, status, and body bytes sent."""
+    """One request: its path (no query), headers in lower case, first line, status, bytes sent."""
 
     path: str
     query: str
     headers: dict[str, str]
+    line: str
     status: int = 0
     sent: int = 0
 
@@ -60,7 +61,10 @@ class _Handler(BaseHTTPRequestHandler):
         web = self.server.web
         parts = urlsplit(self.path)
         self.noted = Noted(
-            unquote(parts.path), parts.query, {k.lower(): v for k, v in self.headers.items()}
+            unquote(parts.path),
+            parts.query,
+            {k.lower(): v for k, v in self.headers.items()},
+            self.requestline,
         )
         web.note(self.noted)
         behaviour = web.next_behaviour(self.noted)

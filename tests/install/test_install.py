@@ -139,6 +139,11 @@ def test_a_format_that_is_not_installed_names_its_extra(
     assert "Traceback" not in error
 
 
+def test_a_scheme_that_is_not_installed_names_its_extra(umbrella: environments.Environment) -> None:
+    error = umbrella.loadkit("plan", "s3://bucket/folder", code=2)
+    assert 'pip install "loadkit[remote]"' in error and "Traceback" not in error
+
+
 def test_a_file_whose_format_is_not_installed_names_the_extra(
     umbrella: environments.Environment, alphabet: Path
 ) -> None:

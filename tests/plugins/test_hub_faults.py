@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import logging
+import socket
 import threading
 import time
 from collections import Counter
@@ -19,9 +20,8 @@ from helpers.checkpoints import write_llama
 from helpers.hub_server import TOKEN, Hub, Request, ask_hub, hub_server
 from loadkit.config import LoadConfig
 from loadkit.errors import DownloadError, IntegrityError, LoadkitError, PathError
-from loadkit_hub import blobs, patience
-from loadkit_hub.http_rules import check_peer, origin_of, redirected
-from loadkit_hub.patience import Patience, retry_after
+from loadkit.network import patience
+from loadkit_hub import blobs
 
 WEIGHTS = "model.safetensors"
 BOTH = pytest.mark.parametrize("stream", [False, True], ids=["download", "stream"])
@@ -33,6 +33,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A Llama of about 1 MB in one file. Pauses between attempts are short."""
     write_llama(tmp_path / "toy", hidden=64, ffn=256, vocab=500)
     monkeypatch.setattr(patience, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(patience, "LONGEST_WAIT", 0.1)
     with hub_server(org__toy=tmp_path / "toy") as server:
         ask_hub(server, tmp_path / "home", monkeypatch)
         yield server
@@ -138,20 +139,7 @@ def test_fault_20_a_busy_server_is_asked_again_when_it_says(
 
     hub.answer = busy
     same(loadkit.load("org/toy", load_config=config(stream)), tmp_path / "toy")
-    assert f"the server answered {status}" in caplog.text and "attempt 4" in caplog.text
-
-
-def test_fault_20_retry_after_is_waited_for_and_held_against_the_deadline() -> None:
-    waits: list[float] = []
-    times = iter([0.0, 0.0, 0.0, 0.0])
-    held = Patience(config(network_deadline=10.0), "x", lambda: next(times), waits.append)
-    held.pause("busy", 3.0)
-    assert waits == [3.0]
-    with pytest.raises(DownloadError, match="asks for 60 s") as caught:
-        held.pause("busy", 60.0)
-    assert caught.value.code == "E_TIMEOUT"
-    assert retry_after("7") == 7 and retry_after("x") is None and retry_after(None) is None
-    assert retry_after("Wed, 21 Oct 2015 07:28:00 GMT", now=1445412470) == 10
+    assert f"the server answered {status}" in caplog.text and "attempt 3 failed" in caplog.text
 
 
 def test_fault_24_a_clock_that_jumps_changes_no_deadline(
@@ -242,6 +230,8 @@ def test_W01_an_etag_is_never_a_files_name(
         "file:///etc/passwd",
         "ftp://127.0.0.1/x",
         "http://169.254.169.254/latest/meta-data",
+        "http://[::ffff:169.254.169.254]/x",
+        "http://user:hunter2@127.0.0.1/x",
         "//",
         "http://127.0.0.1:99999999/",
         "gopher://x",
@@ -252,47 +242,20 @@ def test_W03_a_redirect_to_where_it_may_not_lead_is_refused(hub: Hub, target: st
         ("status", 302, {"Location": target}) if name == WEIGHTS else None
     )
     error = refused(config(network_timeout=0.3, network_deadline=1.0))
-    assert isinstance(error, DownloadError)
+    assert isinstance(error, DownloadError) and error.code == "E_DOWNLOAD"
+    assert "redirect" in str(error) and "hunter2" not in str(error)
 
 
-class Peer:
-    """A connection whose other end has an address."""
-
-    def __init__(self, address: str) -> None:
-        self.sock = self
-        self.address = address
-
-    def getpeername(self) -> tuple[str, int]:
-        return self.address, 443
-
-
-@pytest.mark.parametrize(
-    ("peer", "first", "may"),
-    [
-        ("93.184.216.34", "93.184.216.35", True),  # out into the world
-        ("169.254.169.254", "93.184.216.35", False),
-        ("169.254.169.254", "127.0.0.1", False),
-        ("fe80::1%eth0", "93.184.216.35", False),
-        ("127.0.0.1", "93.184.216.35", False),
-        ("::1", "127.0.0.1", True),
-        ("10.0.0.7", "93.184.216.35", False),
-        ("10.0.0.7", "10.0.0.8", True),  # a mirror inside a network
-        ("10.0.0.7", "127.0.0.1", False),
-    ],
-)
-def test_W03_a_redirect_does_not_lead_into_a_network(peer: str, first: str, may: bool) -> None:
-    connection: Any = Peer(peer)
-    if may:
-        check_peer(connection, "https://cdn.example/x", ("https", first, 443))
-        return
-    with pytest.raises(DownloadError, match="inside a network"):
-        check_peer(connection, "https://cdn.example/x", ("https", first, 443))
-
-
-def test_W03_a_redirect_from_https_to_http_is_refused() -> None:
-    with pytest.raises(DownloadError, match="from https to http"):
-        redirected("https://hub/x", "http://hub/x")
-    assert redirected("http://hub/a/b", "../c?d#e") == "http://hub/c?d"
+@BOTH
+def test_a_host_of_large_files_that_is_not_reached_is_offline(hub: Hub, stream: bool) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        gone = f"http://127.0.0.1:{unused.getsockname()[1]}/x"
+    hub.answer = lambda request, name: (
+        ("status", 302, {"Location": gone}) if name == WEIGHTS else None
+    )
+    error = refused(config(stream))
+    assert error.code == "E_OFFLINE" and "cannot be reached: Connection refused" in str(error)
 
 
 def test_W03_a_redirect_loop_ends(hub: Hub) -> None:
@@ -311,7 +274,7 @@ def test_W04_a_body_without_an_end_is_read_no_further_than_asked(
 
     hub.answer = endless
     error = refused(config(stream))
-    assert error.code == "E_DOWNLOAD" and "announced" in str(error)
+    assert error.code == "E_DOWNLOAD" and "Content-Length" in str(error)
 
 
 def test_W05_a_compressed_body_is_refused_unread(hub: Hub) -> None:
@@ -339,7 +302,7 @@ def test_W08_the_whole_file_in_place_of_a_range_is_refused(hub: Hub, tmp_path: P
     whole = (tmp_path / "toy" / WEIGHTS).read_bytes()
     hub.answer = lambda request, name: ("body", whole) if request.where == "cdn" else None
     error = refused(config(stream=True))
-    assert "whole file" in str(error)
+    assert "with all of it" in str(error)
 
 
 def test_W09_a_file_that_changes_between_two_reads_is_noticed(hub: Hub) -> None:
@@ -424,15 +387,9 @@ def test_a_listing_that_goes_on_elsewhere_is_not_followed(hub: Hub) -> None:
 
 def test_a_server_that_hangs_up_is_left_after_a_few_attempts(hub: Hub) -> None:
     hub.answer = lambda request, name: 1 // 0 if "/tree/" in request.path else None
-    with pytest.raises(DownloadError, match="8 times") as caught:
+    with pytest.raises(DownloadError, match=f"{patience.MAX_ATTEMPTS} times") as caught:
         loadkit.plan("org/toy")
     assert caught.value.code == "E_DOWNLOAD"
-
-
-def test_addresses_with_blanks_and_control_characters_are_none() -> None:
-    for url in ("http://a b/", "http://a\r\nHost: x/", "http:///x", "x", "http://\u0430/"):
-        with pytest.raises(DownloadError):
-            origin_of(url)
 
 
 def test_a_failed_transfer_ends_the_others(

@@ -21,9 +21,9 @@ from helpers.web_server import WebServer, cut, lie, stall, status, touch_later
 from loadkit.cli import main
 from loadkit.config import LoadConfig, ParallelConfig
 from loadkit.errors import DownloadError, OptionError, PathError
+from loadkit.network import patience
 from loadkit.sources import open_source
 from loadkit.testing.watching import landed_bytes
-from loadkit_remote import patience
 from loadkit_remote.source import MAX_LISTED
 
 SERVERS: dict[str, Callable[[Path], Any]] = {
@@ -39,7 +39,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"]
     for name in (*names, "AWS_PROFILE", "AWS_SESSION_TOKEN"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(patience, "_FIRST_WAIT", 0.01)
+    monkeypatch.setattr(patience, "FIRST_WAIT", 0.01)
 
 
 @pytest.fixture(scope="module", params=list(SERVERS))

@@ -24,7 +24,8 @@ from helpers.checkpoints import write_llama, write_shards
 from helpers.web_server import WebServer, cut, lie, status, touch_later
 from loadkit.config import LoadConfig, ParallelConfig
 from loadkit.errors import DownloadError, PlanError, WriteError
-from loadkit_remote import cache, download, patience
+from loadkit.network import patience
+from loadkit_remote import cache, download
 
 TESTS = Path(__file__).resolve().parent.parent
 
@@ -38,7 +39,7 @@ def web(tmp_path: Path) -> Iterator[WebServer]:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "_FIRST_WAIT", 0.01)
+    monkeypatch.setattr(patience, "FIRST_WAIT", 0.01)
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.delenv(name, raising=False)
 

@@ -10,14 +10,18 @@ import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from loadkit.errors import IntegrityError
 from loadkit.file_checks import show
 from loadkit_hub.cache import RepoCache, cannot_write
-from loadkit_hub.http_resource import HttpResource
 from loadkit_hub.listing import Entry
 from loadkit_hub.locks import locked
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    Stream = Callable[[int, Callable[[Buffer], object]], object]
 
 __all__ = ["fetch_blob"]
 
@@ -31,7 +35,7 @@ def fetch_blob(
     cache: RepoCache,
     commit: str,
     entry: Entry,
-    resource: HttpResource,
+    stream: Stream,
     seconds: float,
     landed: Callable[[int], None],
 ) -> None:
@@ -43,14 +47,14 @@ def fetch_blob(
         cache: of the repository.
         commit: whose file it is.
         entry: the file.
-        resource: where its bytes are.
+        stream: hands over its bytes from one byte on, in order and each once.
         seconds: how long another process may stand still while it fetches this file.
         landed: told the bytes that are there.
 
     Raises:
         IntegrityError: what came is not what the hub's listing says.
         WriteError: there is no room, or no right to write.
-        LoadkitError: the hub, as of ``HttpResource``.
+        LoadkitError: the hub, as of ``stream``.
     """
     blob = cache.blob(entry.oid)
     partial = blob.with_name(f"{blob.name}.loadkit.incomplete")
@@ -62,7 +66,7 @@ def fetch_blob(
             if _size(blob) != entry.size:
                 if not held:  # somebody may write to the common one
                     partial = blob.with_name(f"{blob.name}.{secrets.token_hex(8)}.incomplete")
-                _download(entry, resource, partial, blob, landed, keep=held)
+                _download(entry, stream, partial, blob, landed, keep=held)
             else:
                 landed(entry.size)
             cache.link(commit, entry)
@@ -80,7 +84,7 @@ def _size(path: Path) -> int:
 
 def _download(
     entry: Entry,
-    resource: HttpResource,
+    stream: Stream,
     partial: Path,
     blob: Path,
     landed: Callable[[int], None],
@@ -91,7 +95,7 @@ def _download(
     done = False
     try:
         for attempt in range(_TRIES):
-            resumed = _fill(entry, resource, partial, landed)
+            resumed = _fill(entry, stream, partial, landed)
             if resumed is None:
                 break
             logger.warning("%s is not what the hub says it is: fetched again", show(entry.name))
@@ -105,7 +109,7 @@ def _download(
 
 
 def _fill(
-    entry: Entry, resource: HttpResource, partial: Path, landed: Callable[[int], None]
+    entry: Entry, stream: Stream, partial: Path, landed: Callable[[int], None]
 ) -> bool | None:
     """Go on with a partial file to its end. None: its digest is right; else whether it was resumed.
 
@@ -127,15 +131,15 @@ def _fill(
         _room_for(entry.size - start, partial.parent)
         landed(start)
 
-        def take(data: bytes) -> None:
+        def take(data: Buffer) -> None:
             file.write(data)
             digest.update(data)
-            landed(len(data))
+            landed(memoryview(data).nbytes)
 
         if start:
             logger.info("%s goes on at byte %d of %d", show(entry.name), start, entry.size)
         try:
-            resource.stream(start, entry.size, take)
+            stream(start, take)
         finally:
             file.flush()
         os.fsync(file.fileno())

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from loadkit.config import LoadConfig
     from loadkit.sources.base import FileInfo
 
-__all__ = ["files_of_index", "find_quant", "is_small", "weight_names"]
+__all__ = ["belongs", "files_of_index", "find_quant", "is_small", "parted", "weight_names"]
 
 SMALL = 64 << 20  # bytes of the largest small file: tokenizers of 20 MB exist
 _SMALL_NAMES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "README.md")
@@ -104,3 +104,17 @@ def find_quant(names: Iterable[str], quant: str, repo: str) -> str:
         detail={"quant": quant, "files": sorted(others)},
         hint="give one of those after the colon" if others else "it is no GGUF repository",
     )
+
+
+def parted(path: str) -> tuple[str, str]:
+    """A file's folder, with the slash, and its name."""
+    folder, slash, name = path.rpartition("/")
+    return folder + slash, name
+
+
+def belongs(name: str, single: str) -> bool:
+    """Whether a file is the named one, or another part of the same split model."""
+    if name == single:
+        return True
+    part, other = _PART.fullmatch(single), _PART.fullmatch(name)
+    return bool(part and other and part.groups() == other.groups())

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urljoin
 
 from loadkit.errors import DownloadError, LoadkitError
 from loadkit.json_safe import parse_json
+from loadkit.network.addresses import origin_of
 from loadkit.sources.paths import check_name
 from loadkit.sources.shown import shown_source
 from loadkit.text import printable
-from loadkit_hub.http_client import HttpClient, Response, reason
-from loadkit_hub.http_rules import origin_of
-from loadkit_hub.patience import Patience
+
+if TYPE_CHECKING:
+    from loadkit.network.http_client import HttpClient, Reply
+    from loadkit.network.patience import Retries
 
 __all__ = [
     "COMMIT",
@@ -40,8 +41,7 @@ MAX_PAGE = 32 << 20  # bytes
 MAX_SIZE = 1 << 50  # bytes of one file
 _VERSION = 1  # of the listing's file in the cache, which huggingface_hub reads and writes too
 
-Patient = Callable[[str], Patience]
-Refused = Callable[[Response, str], BaseException]
+Refused = Callable[["Reply"], LoadkitError]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Entry:
 
 
 def commit_of(
-    client: HttpClient, endpoint: str, repo: str, revision: str, patient: Patient, refused: Refused
+    client: HttpClient, endpoint: str, repo: str, revision: str, retries: Retries, refused: Refused
 ) -> str:
     """The commit that a branch or tag is at.
 
@@ -76,7 +76,7 @@ def commit_of(
         LoadkitError: what ``refused`` makes of its answer.
     """
     url = f"{endpoint}/api/models/{repo}/revision/{quote(revision, safe='')}"
-    found, _ = _json(client, url, patient(f"the revision of {repo}"), refused)
+    found, _ = _json(client, url, retries, refused)
     commit = found.get("sha") if isinstance(found, dict) else None
     if not isinstance(commit, str) or not COMMIT.fullmatch(commit):
         raise _wrong(url, f"names the commit {printable(repr(commit), 80)}")
@@ -84,7 +84,7 @@ def commit_of(
 
 
 def fetch_listing(
-    client: HttpClient, endpoint: str, repo: str, commit: str, patient: Patient, refused: Refused
+    client: HttpClient, endpoint: str, repo: str, commit: str, retries: Retries, refused: Refused
 ) -> list[Entry]:
     """Every file of a commit.
 
@@ -94,16 +94,15 @@ def fetch_listing(
         LoadkitError: what ``refused`` makes of its answer.
     """
     url = f"{endpoint}/api/models/{repo}/tree/{commit}?recursive=true&expand=false"
-    patience = patient(f"the file list of {repo}")
     entries: list[Entry] = []
     while True:
-        page, headers = _json(client, url, patience, refused)
+        page, headers = _json(client, url, retries, refused)
         if not isinstance(page, list):
             raise _wrong(url, "is no list of files")
         entries += [_entry(url, item) for item in page if _is_file(item)]
         if len(entries) > MAX_FILES:
             raise _wrong(url, f"lists more than {MAX_FILES} files")
-        match = _NEXT.search(headers.get("link", ""))
+        match = _NEXT.search(headers.get("Link", ""))
         if match is None:
             return sorted(entries, key=lambda entry: entry.name)
         if not page:
@@ -115,24 +114,13 @@ def fetch_listing(
 
 
 def _json(
-    client: HttpClient, url: str, patience: Patience, refused: Refused
+    client: HttpClient, url: str, retries: Retries, refused: Refused
 ) -> tuple[Any, Mapping[str, str]]:
-    while True:
-        response = client.get(url, patience)
-        try:
-            if response.status != 200:
-                raise refused(response, "")
-            data = response.text(MAX_PAGE, patience)
-        except (OSError, http.client.HTTPException) as error:
-            response.close()
-            patience.pause(reason(error), most=5)
-            continue
-        finally:
-            response.close()
-        try:
-            return parse_json(data, file="the answer", max_bytes=MAX_PAGE), response.headers
-        except LoadkitError as error:
-            raise _wrong(url, f"is no JSON: {error.message}") from None
+    data, headers = client.content(url, MAX_PAGE, retries, refused)
+    try:
+        return parse_json(data, file="the answer", max_bytes=MAX_PAGE), headers
+    except LoadkitError as error:
+        raise _wrong(url, f"is no JSON: {error.message}") from None
 
 
 def _is_file(item: object) -> bool:

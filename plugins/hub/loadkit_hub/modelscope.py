@@ -15,19 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from loadkit import __version__
 from loadkit.errors import DownloadError, IntegrityError, LoadkitError, NotInstalledError, PathError
 from loadkit.file_checks import show
+from loadkit.network import make_client
+from loadkit.network.addresses import origin_of
 from loadkit.sources.base import FileInfo
 from loadkit.sources.paths import check_name
 from loadkit.sources.shown import shown_source
 from loadkit.text import printable
 from loadkit_hub.address import parse_address
-from loadkit_hub.http_client import HttpClient, Response
-from loadkit_hub.http_resource import HttpResource
-from loadkit_hub.http_rules import origin_of
 from loadkit_hub.listing import MAX_FILES, MAX_SIZE, SHA256
-from loadkit_hub.patience import Patience
 from loadkit_hub.refusals import refusal
 from loadkit_hub.repository import Repository
 from loadkit_hub.settings import cache_folder
@@ -35,6 +32,7 @@ from loadkit_hub.walk import files_below
 
 if TYPE_CHECKING:
     from loadkit.config import LoadConfig
+    from loadkit.network.http_client import Reply
 
 __all__ = ["ModelScopeSource"]
 
@@ -49,7 +47,7 @@ class ModelScopeSource(Repository):
 
     Raises:
         OptionError: the address or the revision cannot be.
-        NotInstalledError: ModelScope's client is missing.
+        NotInstalledError: ModelScope's client or ``urllib3`` is missing.
         PathError: there is no such repository, revision or folder.
         DownloadError: E_AUTH, it may not be read; E_OFFLINE, it is not in the cache and ModelScope
             is not reached; otherwise ModelScope answers wrong or late.
@@ -75,11 +73,11 @@ class ModelScopeSource(Repository):
         credentials = {}
         if self._token:
             credentials[origin_of(self._endpoint)] = {"Authorization": f"Bearer {self._token}"}
-        self._client = HttpClient({"User-Agent": f"loadkit/{__version__}"}, credentials)
+        self._ask(make_client(load_config.network_timeout, credentials))
         try:
             self._settle(self._find_files())
         except BaseException:
-            self._client.close()
+            self.close()
             raise
 
     def _find_files(self) -> list[FileInfo]:
@@ -165,26 +163,17 @@ class ModelScopeSource(Repository):
         path = Path(self._folder(), name)
         return info is not None and path.is_file() and path.stat().st_size == info.size
 
-    def _resource(self, name: str, shown: str) -> HttpResource:
-        revision, path = quote(self._revision, safe=""), quote(name, safe="")
-        url = (
+    def url_of(self, name: str) -> str:
+        revision, path = quote(self._revision, safe=""), quote(self._prefix + name, safe="")
+        return (
             f"{self._endpoint}/api/v1/models/{self.address.repo}/repo"
             f"?Revision={revision}&FilePath={path}"
         )
-        return HttpResource(
-            self._client,
-            url,
-            shown,
-            self._infos[name].size,
-            lambda what: Patience(self.load_config, what),
-            self._refused,
-            arrived=self._arrived,
-        )
 
-    def _refused(self, response: Response, file: str) -> LoadkitError:
+    def refused(self, reply: Reply, name: str) -> LoadkitError:
         found = refusal(
-            response,
-            file,
+            reply,
+            name,
             repo=self.address.repo,
             revision=self._revision,
             endpoint=shown_source(self._endpoint),
@@ -213,7 +202,7 @@ class ModelScopeSource(Repository):
             with found.open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != info.sha256:
                     raise self._damaged(name)
-        self._arrived(info.size)
+        self._transfers.count(info.size)
         landed(info.size)
 
     def _damaged(self, name: str) -> IntegrityError:
@@ -222,7 +211,3 @@ class ModelScopeSource(Repository):
             file=name,
             hint="fetch it again",
         )
-
-    def close(self) -> None:
-        super().close()
-        self._client.close()

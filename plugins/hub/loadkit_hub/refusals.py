@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from loadkit.errors import DownloadError, LoadkitError, PathError
 from loadkit.file_checks import show
 from loadkit.text import printable
-from loadkit_hub.http_client import Response
+
+if TYPE_CHECKING:
+    from loadkit.network.http_client import Reply
 
 __all__ = ["refusal"]
 
@@ -13,21 +17,21 @@ _LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
 def refusal(
-    response: Response, file: str, *, repo: str, revision: str, endpoint: str, token: str | None
+    reply: Reply, file: str, *, repo: str, revision: str, endpoint: str, token: str | None
 ) -> LoadkitError:
     """The error for an answer that is no success. Its text never holds the token.
 
     Args:
-        response: the answer; only its status and headers are looked at.
+        reply: the answer; only its status and headers are looked at.
         file: which file was asked for, "" for the repository itself.
         repo: the repository.
         revision: the revision that was asked for.
         endpoint: the hub's address.
         token: what was sent; only whether there was one is told.
     """
-    status = response.status
-    kind = response.headers.get("x-error-code", "")
-    said = response.headers.get("x-error-message", "")
+    status = reply.status
+    kind = reply.headers.get("x-error-code", "")
+    said = reply.headers.get("x-error-message", "")
     if token:
         said = said.replace(token, "***")
     told = f" It says: {printable(said, 200)}" if said else ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import re
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -16,24 +15,26 @@ from typing import TYPE_CHECKING, ClassVar
 
 from loadkit.errors import DownloadError, LoadkitError, PathError, ReadError
 from loadkit.file_checks import show
+from loadkit.network.answers import Pin
+from loadkit.network.remote_file import RemoteFile
+from loadkit.network.transfer import Transfers
 from loadkit.progress import Progress
 from loadkit.sources.base import File, FileInfo, Source
 from loadkit.sources.local import LISTED_DEPTH, SIDE_FILES, LocalFile, LocalSource
 from loadkit.sources.paths import check_name
-from loadkit_hub.choice import files_of_index, find_quant, is_small, weight_names
-from loadkit_hub.remote_file import RemoteFile
+from loadkit_hub.choice import belongs, files_of_index, find_quant, is_small, parted, weight_names
+from loadkit_hub.hub_transport import HubTransport
 
 if TYPE_CHECKING:
     from loadkit.config import LoadConfig
+    from loadkit.network.http_client import HttpClient, Reply
     from loadkit_hub.address import Address
-    from loadkit_hub.http_resource import HttpResource
 
 __all__ = ["Repository"]
 
 logger = logging.getLogger(__name__)
 
 WORKERS = 6  # files that are fetched at once
-_PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
 _INDEX = ".index.json"
 
 
@@ -74,16 +75,28 @@ class Repository(Source):
         """Whether the local copy holds a file, whole as far as its size tells."""
 
     @abstractmethod
-    def _resource(self, name: str, shown: str) -> HttpResource:
-        """Where ranges of a file are read."""
+    def url_of(self, name: str) -> str:
+        """The address of a file, by its name relative to the root."""
+
+    @abstractmethod
+    def refused(self, reply: Reply, name: str) -> LoadkitError:
+        """The error for an answer that is no success; ``name`` is "" for the repository itself."""
+
+    def check(self, name: str, reply: Reply) -> None:
+        """Look at an answer that a file's own address led to; raises if it is wrong."""
 
     @abstractmethod
     def _fetch(self, name: str, landed: Callable[[int], None]) -> None:
         """Have one file in the local copy."""
 
-    def _arrived(self, nbytes: int) -> None:
-        with self._lock:
-            self.bytes_fetched += nbytes
+    def _ask(self, client: HttpClient) -> None:
+        """Ask this client for ranges from now on; it is closed with the source."""
+        self._transfers = Transfers(HubTransport(client, self), self.load_config)
+
+    @property
+    def bytes_fetched(self) -> int:  # type: ignore[override]  # counted elsewhere
+        """Bytes of files that arrived; listings are not counted."""
+        return self._transfers.nbytes
 
     def _before_fetching(self) -> None:
         """Called once before files are fetched."""
@@ -100,7 +113,7 @@ class Repository(Source):
         self._infos = {info.name: info for info in infos}
         path = self.address.path
         if path in self._infos:
-            self._prefix, self.single = _split(path)
+            self._prefix, self.single = parted(path)
         elif path:
             self._prefix = f"{path}/"
             if not any(name.startswith(self._prefix) for name in self._infos):
@@ -108,7 +121,7 @@ class Repository(Source):
         if self.address.quant:
             inside = [name for name in self._infos if name.startswith(self._prefix)]
             found = find_quant(inside, self.address.quant, self.address.repo)
-            self._prefix, self.single = _split(found)
+            self._prefix, self.single = parted(found)
 
     def _no_folder(self, path: str) -> PathError:
         folders = sorted({name.partition("/")[0] for name in self._infos if "/" in name})
@@ -126,7 +139,7 @@ class Repository(Source):
             name = full.removeprefix(self._prefix)
             if not full.startswith(self._prefix) or name.count("/") > LISTED_DEPTH:
                 continue
-            if self.single is None or name in SIDE_FILES or _belongs(name, self.single):
+            if self.single is None or name in SIDE_FILES or belongs(name, self.single):
                 found.append(replace(info, name=name))
         return sorted(found, key=lambda info: info.name)
 
@@ -159,7 +172,7 @@ class Repository(Source):
             return self._local(name)
         if self.offline:
             raise self._not_here([name])
-        return RemoteFile(name, info.size, self._resource(full, name).read_into)
+        return RemoteFile(name, Pin(info.size), b"", self._transfers)
 
     def _local(self, name: str) -> LocalFile:
         """A file of the local copy; links are followed to its blobs and no further."""
@@ -253,7 +266,7 @@ class Repository(Source):
         listing = self.list()
         names = weight_names(listing, self.load_config)
         if self.single is not None:
-            return [info.name for info in listing if _belongs(info.name, self.single)]
+            return [info.name for info in listing if belongs(info.name, self.single)]
         for info in listing:
             kind = info.name.removesuffix(_INDEX)
             if kind == info.name or kind not in ("model.safetensors", "pytorch_model.bin"):
@@ -273,21 +286,8 @@ class Repository(Source):
             file.close()
         if here is not None:
             here.close()
+        self._transfers.transport.close()
 
 
 class _Ended(Exception):  # noqa: N818
     """Another file's fetching has failed."""
-
-
-def _split(path: str) -> tuple[str, str]:
-    """A file's folder, with the slash, and its name."""
-    folder, slash, name = path.rpartition("/")
-    return folder + slash, name
-
-
-def _belongs(name: str, single: str) -> bool:
-    """Whether a file is the named one, or another part of the same split model."""
-    if name == single:
-        return True
-    part, other = _PART.fullmatch(single), _PART.fullmatch(name)
-    return bool(part and other and part.groups() == other.groups())

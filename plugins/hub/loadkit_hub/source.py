@@ -4,32 +4,34 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from loadkit import __version__
 from loadkit.errors import DownloadError
 from loadkit.file_checks import show, show_path
+from loadkit.network import make_client
+from loadkit.network.addresses import origin_of
+from loadkit.network.answers import Pin
+from loadkit.network.patience import Deadline, Retries
 from loadkit.sources.base import FileInfo
 from loadkit.sources.shown import shown_source
 from loadkit.text import printable
 from loadkit_hub.address import parse_address
 from loadkit_hub.blobs import fetch_blob
 from loadkit_hub.cache import RepoCache
-from loadkit_hub.http_client import HttpClient, Response
-from loadkit_hub.http_resource import HttpResource
-from loadkit_hub.http_rules import origin_of
 from loadkit_hub.listing import COMMIT, Entry, commit_of, fetch_listing
-from loadkit_hub.patience import Patience
 from loadkit_hub.refusals import refusal
 from loadkit_hub.repository import Repository
 from loadkit_hub.settings import read_settings
 from loadkit_hub.walk import files_below
 
 if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
     from loadkit.config import LoadConfig
+    from loadkit.errors import LoadkitError
+    from loadkit.network.http_client import Reply
 
 __all__ = ["HubSource"]
 
@@ -51,7 +53,7 @@ class HubSource(Repository):
 
     Raises:
         OptionError: the address or the revision cannot be.
-        NotInstalledError: ``huggingface_hub`` is missing.
+        NotInstalledError: ``huggingface_hub`` or ``urllib3`` is missing.
         PathError: there is no such repository, revision or folder.
         DownloadError: E_AUTH, it may not be read; E_OFFLINE, it is not in the cache and the hub is
             not asked or not reached; otherwise the hub answers wrong or late.
@@ -68,7 +70,8 @@ class HubSource(Repository):
         if self._settings.token:
             origin = origin_of(self._settings.endpoint)
             credentials[origin] = {"Authorization": f"Bearer {self._settings.token}"}
-        self._client = HttpClient({"User-Agent": f"loadkit/{__version__}"}, credentials)
+        self._client = make_client(load_config.network_timeout, credentials)
+        self._ask(self._client)
         try:
             if self._settings.offline:
                 self._go_offline("HF_HUB_OFFLINE is set, so the hub is not asked")
@@ -80,7 +83,7 @@ class HubSource(Repository):
                 self.uri += f"/{address.path}"
             self._settle(self._find_files())
         except BaseException:
-            self._client.close()
+            self.close()
             raise
         logger.info("%s at %s is commit %s", address.repo, self._revision, self.commit)
 
@@ -96,8 +99,9 @@ class HubSource(Repository):
         if not self.offline:
             repo, endpoint = self.address.repo, self._settings.endpoint
             try:
+                retries = self._retries(f"the revision of {repo}")
                 return commit_of(
-                    self._client, endpoint, repo, self._revision, self._patience, self._refused
+                    self._client, endpoint, repo, self._revision, retries, self._refusal
                 )
             except DownloadError as error:
                 self._unless_unreached(error)
@@ -110,8 +114,7 @@ class HubSource(Repository):
 
     def _unless_unreached(self, error: DownloadError) -> None:
         """Go on with the cache where the hub is down; any other failure is raised."""
-        unreached = isinstance(error.detail, dict) and error.detail.get("unreached")
-        if not unreached and error.code != "E_TIMEOUT":
+        if error.code not in ("E_OFFLINE", "E_TIMEOUT"):
             raise error
         self._go_offline(error.message)
         self._unreached = error
@@ -135,8 +138,9 @@ class HubSource(Repository):
         if entries is None and not self.offline:
             repo, endpoint = self.address.repo, self._settings.endpoint
             try:
+                retries = self._retries(f"the file list of {repo}")
                 entries = fetch_listing(
-                    self._client, endpoint, repo, self.commit, self._patience, self._refused
+                    self._client, endpoint, repo, self.commit, retries, self._refusal
                 )
             except DownloadError as error:
                 self._unless_unreached(error)
@@ -148,13 +152,16 @@ class HubSource(Repository):
             raise self._not_cached()
         return files_below(folder)
 
-    def _patience(self, what: str) -> Patience:
-        return Patience(self.load_config, what)
+    def _retries(self, what: str) -> Retries:
+        return Retries(what, None, Deadline(self.load_config.network_deadline))
 
-    def _refused(self, response: Response, file: str) -> BaseException:
+    def _refusal(self, reply: Reply) -> LoadkitError:
+        return self.refused(reply, "")
+
+    def refused(self, reply: Reply, name: str) -> LoadkitError:
         return refusal(
-            response,
-            file,
+            reply,
+            name,
             repo=self.address.repo,
             revision=self._revision,
             endpoint=shown_source(self._settings.endpoint),
@@ -172,29 +179,20 @@ class HubSource(Repository):
             return self._cache.has(self.commit, entry)
         return name in self._infos and Path(self._folder(), name).is_file()
 
-    def _resource(self, name: str, shown: str) -> HttpResource:
-        entry = self._entries[name]
-        url = f"{self._settings.endpoint}/{self.address.repo}/resolve/{self.commit}/{quote(name)}"
-        return HttpResource(
-            self._client,
-            url,
-            shown,
-            entry.size,
-            self._patience,
-            self._refused,
-            partial(self._check, entry),
-            self._arrived,
-        )
+    def url_of(self, name: str) -> str:
+        path = quote(self._prefix + name)
+        return f"{self._settings.endpoint}/{self.address.repo}/resolve/{self.commit}/{path}"
 
-    def _check(self, entry: Entry, response: Response) -> None:
+    def check(self, name: str, reply: Reply) -> None:
         """The hub's first answer for a file is about the very bytes that its listing names.
 
         Raises:
             DownloadError: another commit, another size, or an ETag that is not the digest.
         """
-        said = response.hops[0] if response.hops else response.headers
-        etag = said.get("x-linked-etag", None if response.hops else said.get("etag"))
-        size, commit = said.get("x-linked-size"), said.get("x-repo-commit")
+        entry = self._entries[self._prefix + name]
+        said = reply.hops[0] if reply.hops else reply.headers
+        etag = said.get("X-Linked-Etag", None if reply.hops else said.get("ETag"))
+        size, commit = said.get("X-Linked-Size"), said.get("X-Repo-Commit")
         problem = ""
         if etag is not None and etag.removeprefix("W/").strip('"') not in (entry.oid, entry.blob):
             problem = f"sends the ETag {printable(etag, 80)}; the listing says {entry.oid}"
@@ -215,9 +213,9 @@ class HubSource(Repository):
     def _fetch(self, name: str, landed: Callable[[int], None]) -> None:
         entry = self._entries[name]
         seconds = self.load_config.network_deadline
-        resource = self._resource(name, name)
-        fetch_blob(self._cache, self.commit, entry, resource, seconds, landed)
 
-    def close(self) -> None:
-        super().close()
-        self._client.close()
+        def stream(start: int, take: Callable[[Buffer], object]) -> None:
+            inside = name.removeprefix(self._prefix)
+            self._transfers.fetch(inside, start, entry.size, Pin(entry.size), take)
+
+        fetch_blob(self._cache, self.commit, entry, stream, seconds, landed)

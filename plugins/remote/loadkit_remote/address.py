@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import quote, unquote, urlsplit
 
-from urllib3.util import make_headers
-
 from loadkit.errors import OptionError
 from loadkit.file_checks import show
+from loadkit.network.addresses import user_header
 from loadkit.sources.shown import shown_source
 
 __all__ = ["Address"]
+
+_KEPT = "/%:;@!$&'()*+,=?~"  # an address is taken as it is given, its escapes and its signature too
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Address:
         try:
             parts = urlsplit(uri)
             host, port = parts.hostname, parts.port
+            host = host if host is None or host.isascii() else host.encode("idna").decode()
         except ValueError:
             host = port = None
         if not host or parts.scheme.lower() not in ("http", "https"):
@@ -42,13 +44,9 @@ class Address:
         netloc = f"[{host}]" if ":" in host else host
         netloc += f":{port}" if port else ""
         folder, _, last = parts.path.rpartition("/")
-        headers: dict[str, str] = {}
-        if parts.username is not None:
-            user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-            headers = make_headers(basic_auth=user)
-        root = f"{parts.scheme.lower()}://{netloc}{folder}/"
-        query = f"?{parts.query}" if parts.query else ""
-        return cls(root, query, headers), unquote(last)
+        root = f"{parts.scheme.lower()}://{netloc}{quote(folder, safe=_KEPT)}/"
+        query = f"?{quote(parts.query, safe=_KEPT)}" if parts.query else ""
+        return cls(root, query, user_header("Authorization", parts)), unquote(last)
 
     def folder(self, name: str) -> Address:
         """A folder below."""

@@ -18,13 +18,13 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from loadkit.errors import OptionError, PathError, ReadError
 from loadkit.file_checks import show
+from loadkit.network.answers import Absent, Denied, Pin, Transient, Transport
+from loadkit.network.patience import Deadline, Retries
+from loadkit.network.remote_file import BLOCK, RemoteFile
 from loadkit.sources.base import FileInfo
 from loadkit.sources.local import SIDE_FILES
-from loadkit_remote.answers import Absent, Denied, Pin, Transient, Transport
 from loadkit_remote.bucket_transport import BucketTransport
 from loadkit_remote.gs_emulator import EmulatedBucket, emulator_host
-from loadkit_remote.patience import Deadline, Retries
-from loadkit_remote.remote_file import BLOCK, RemoteFile
 from loadkit_remote.source import FILE_SUFFIXES, LISTED_DEPTH, MAX_LISTED, RemoteSource
 
 __all__ = ["AzureSource", "GSSource", "S3Source"]

@@ -16,14 +16,14 @@ from obstore import list as list_objects
 
 from loadkit.errors import DownloadError, OptionError
 from loadkit.file_checks import show
+from loadkit.network.answers import Absent, Answer, Denied, Pin, Transient, Transport, changed
 from loadkit.text import printable
-from loadkit_remote.answers import Absent, Answer, Denied, Pin, Transient, Transport, changed
 
 if TYPE_CHECKING:
     from obstore import GetOptions
     from typing_extensions import Buffer
 
-    from loadkit_remote.patience import Deadline
+    from loadkit.network.patience import Deadline
 
 __all__ = ["BucketTransport"]
 

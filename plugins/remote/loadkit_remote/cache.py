@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from loadkit.errors import WriteError
 from loadkit.file_checks import show, show_path
-from loadkit_remote.answers import Pin
+from loadkit.network.answers import Pin
 
 if TYPE_CHECKING:
     from loadkit.config import LoadConfig

@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loadkit.file_checks import show
+from loadkit.network.answers import Pin
 from loadkit.readers.threads import Task, run_tasks
-from loadkit_remote.answers import Pin
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+    from loadkit.network.transfer import Transfers
     from loadkit_remote.cache import Kept
-    from loadkit_remote.transfer import Transfers
 
 __all__ = ["CHUNK", "download"]
 

@@ -13,11 +13,10 @@ from urllib.parse import quote, urlencode
 
 from loadkit.errors import DownloadError
 from loadkit.json_safe import parse_json
+from loadkit.network.answers import Absent, Pin, wrong
+from loadkit.network.patience import Deadline
 from loadkit_remote.address import Address
-from loadkit_remote.answers import Absent, Pin
-from loadkit_remote.http_rules import unencoded, wrong
-from loadkit_remote.http_transport import HttpTransport
-from loadkit_remote.patience import Deadline
+from loadkit_remote.web_transport import WebTransport
 
 __all__ = ["EmulatedBucket", "emulator_host"]
 
@@ -32,7 +31,7 @@ def emulator_host() -> str:
     return host if not host or "://" in host else f"http://{host}"
 
 
-class EmulatedBucket(HttpTransport):
+class EmulatedBucket(WebTransport):
     """The objects below a prefix of an emulator's bucket."""
 
     def __init__(self, host: str, bucket: str, prefix: str, address: str, timeout: float) -> None:
@@ -61,21 +60,13 @@ class EmulatedBucket(HttpTransport):
 
     def _page(self, query: dict[str, str]) -> dict[str, Any]:
         url = f"{self._list}?{urlencode(query)}"
-        response = self.open("", url, {}, Deadline(_SECONDS))
-        try:
-            if response.status == 404:
+        with self.client.open("", url, Deadline(_SECONDS)) as reply:
+            if reply.status == 404:
                 raise Absent("")
-            if response.status != 200:
-                raise wrong("", f"status {response.status} for a listing")
-            unencoded("", response.headers)
-            data = bytearray()
-            while piece := response.read1(1 << 20, decode_content=False):
-                data += piece
-                if len(data) > MAX_PAGE:
-                    raise wrong("", "an endless listing")
-        finally:
-            response.close()
-        found = parse_json(bytes(data), file="the listing", max_bytes=MAX_PAGE)
+            if reply.status != 200:
+                raise wrong("", f"status {reply.status} for a listing")
+            data = reply.content(MAX_PAGE)
+        found = parse_json(data, file="the listing", max_bytes=MAX_PAGE)
         if not isinstance(found, dict):
             raise DownloadError("the emulator's listing is no object")
         return found

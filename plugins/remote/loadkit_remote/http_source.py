@@ -12,14 +12,14 @@ from typing import Any
 from loadkit.errors import CheckpointError, DownloadError, PathError, ReadError
 from loadkit.json_safe import parse_json
 from loadkit.manifest import MANIFEST
+from loadkit.network.answers import Pin, Transport
+from loadkit.network.remote_file import BLOCK, RemoteFile
 from loadkit.sources.base import FileInfo
 from loadkit.sources.local import SIDE_FILES
 from loadkit.sources.paths import check_name
 from loadkit_remote.address import Address
-from loadkit_remote.answers import Pin, Transport
-from loadkit_remote.http_transport import HttpTransport
-from loadkit_remote.remote_file import BLOCK, RemoteFile
 from loadkit_remote.source import FILE_SUFFIXES, MAX_LISTED, RemoteSource
+from loadkit_remote.web_transport import WebTransport
 
 __all__ = ["HttpSource"]
 
@@ -57,7 +57,7 @@ class HttpSource(RemoteSource):
         if self.load_config.subfolder and self.single is None:
             for part in self.load_config.subfolder.split("/"):
                 address = address.folder(part)
-        return HttpTransport(address, self.load_config.network_timeout)
+        return WebTransport(address, self.load_config.network_timeout)
 
     def look(self, name: str) -> tuple[Pin, bytes]:
         # Of what is read anyway the start comes along; of the rest one byte tells that it is there.

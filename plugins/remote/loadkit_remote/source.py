@@ -10,15 +10,16 @@ from typing import ClassVar
 from loadkit.config import LoadConfig
 from loadkit.errors import DownloadError, OptionError, PathError, ReadError
 from loadkit.file_checks import show
+from loadkit.network.answers import Pin, Transport
+from loadkit.network.remote_file import RemoteFile
+from loadkit.network.transfer import Transfers
 from loadkit.progress import Progress
 from loadkit.sources.base import File, FileInfo, Source
+from loadkit.sources.local_file import LocalFile
 from loadkit.sources.paths import check_name
 from loadkit.sources.shown import shown_source
-from loadkit_remote.answers import Pin, Transport
 from loadkit_remote.cache import Kept, folder_of
 from loadkit_remote.download import download
-from loadkit_remote.remote_file import RemoteFile
-from loadkit_remote.transfer import Transfers
 
 __all__ = ["FILE_SUFFIXES", "MAX_LISTED", "RemoteSource"]
 
@@ -174,7 +175,7 @@ class RemoteSource(Source):
             for file in files:
                 kept = Kept(folder, file.name)
                 download(kept, file.pin, self._transfers, self.threads, progress.landed)
-                file.is_now(str(kept.path))
+                file.become(LocalFile(file.name, str(kept.path)))
 
     def too_many(self) -> PathError:
         """The error of a place that is no checkpoint's folder."""

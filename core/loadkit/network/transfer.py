@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from loadkit.errors import DownloadError, ReadError
 from loadkit.file_checks import show
-from loadkit_remote.answers import Absent, Denied, Pin, Transient, Transport
-from loadkit_remote.patience import Deadline, Retries
+from loadkit.network.answers import Absent, Denied, Pin, Transient, Transport
+from loadkit.network.patience import Deadline, Retries
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -71,7 +71,7 @@ class Transfers:
             ReadError: ENOENT, there is no such file.
             DownloadError: E_DOWNLOAD, E_TIMEOUT, E_AUTH or E_OFFLINE.
         """
-        deadline = Deadline(self._seconds, end - start)
+        deadline = Deadline(self._seconds)
         retries = Retries(self.transport.shown(name), name, deadline)
         at, refreshed = start, -1
         while pin is None or at < min(end, pin.size):
@@ -86,7 +86,7 @@ class Transfers:
                             at += nbytes
                             pin = answer.pin
                             self.count(nbytes)
-                            retries.progressed()
+                            retries.progressed(nbytes)
                     pin, end = answer.pin, max(min(end, answer.pin.size), at)
             except Transient as error:
                 retries.failed(error, at)

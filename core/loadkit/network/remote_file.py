@@ -1,27 +1,32 @@
-"""One open remote file: small reads with a block ahead, large ones as they are."""
+"""A file that is elsewhere until it is fetched: small reads bring a block, large ones do not."""
 
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from loadkit.errors import ReadError, TruncatedError
 from loadkit.file_checks import show
+from loadkit.network.answers import Pin
+from loadkit.network.transfer import Transfers
 from loadkit.sources.base import File
-from loadkit.sources.local_file import LocalFile
-from loadkit_remote.answers import Pin
-from loadkit_remote.transfer import Transfers
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+    from loadkit.sources.local_file import LocalFile
+
 __all__ = ["BLOCK", "RemoteFile"]
 
 BLOCK = 64 << 10  # bytes of the start, and what a small read asks for
+KEPT = 4  # blocks beside the start
 
 
 class RemoteFile(File):
     """A file of a remote source. Every answer is of the content that ``pin`` names, or an error.
+
+    ``become`` makes it a local file in place, after a download.
 
     Args:
         name: relative to the source's root.
@@ -36,7 +41,7 @@ class RemoteFile(File):
         self.size = pin.size
         self.address = transfers.transport.address(name)
         self._head = head
-        self._block = (0, b"")
+        self._blocks: OrderedDict[int, bytes] = OrderedDict()  # start of a block -> its bytes
         self._transfers = transfers
         self._lock = threading.Lock()
         self._local: LocalFile | None = None
@@ -53,24 +58,32 @@ class RemoteFile(File):
         self._check(offset, nbytes)
         with self._lock:
             known = self._known(offset)
-            if len(known) >= nbytes:
-                return known[:nbytes]
             start, left = offset + len(known), nbytes - len(known)
-            if left >= BLOCK:
-                return known + self._fetch(start, start + left)
-            ahead = self._fetch(start, min(self.size, start + BLOCK))
-            if start == len(self._head) == 0:
-                self._head = ahead
-            else:
-                self._block = start, ahead
-            return known + ahead[:left]
+            if 0 < left < BLOCK:
+                ahead = self._fetch(start, min(self.size, start + BLOCK))
+                self._keep(start, ahead)
+                return known + ahead[:left]
+        if left <= 0:
+            return known[:nbytes]
+        return known + self._fetch(start, start + left)
 
     def _known(self, offset: int) -> bytes:
         """The bytes from ``offset`` on that are here already."""
         if offset < len(self._head):
             return self._head[offset:]
-        start, block = self._block
-        return block[offset - start :] if start <= offset < start + len(block) else b""
+        for start, block in self._blocks.items():
+            if start <= offset < start + len(block):
+                self._blocks.move_to_end(start)
+                return block[offset - start :]
+        return b""
+
+    def _keep(self, start: int, block: bytes) -> None:
+        if start == len(self._head) == 0:
+            self._head = block
+            return
+        self._blocks[start] = block
+        while len(self._blocks) > KEPT:
+            self._blocks.popitem(last=False)
 
     def _fetch(self, start: int, end: int) -> bytes:
         pieces: list[bytes] = []
@@ -110,20 +123,22 @@ class RemoteFile(File):
     def came(self, nbytes: int) -> None:
         self._transfers.count(nbytes)
 
-    def is_now(self, path: str) -> None:
-        """It lies here from now on.
+    def become(self, local: LocalFile) -> None:
+        """From now on it is a file of this machine.
 
         Raises:
-            PathError: it is no regular file.
-            ReadError: it cannot be opened, or has another size.
+            ReadError: that is of another size.
         """
-        local = LocalFile(self.name, path)
         if local.size != self.size:
             local.close()
-            problem = f"{show(path)} has {local.size} bytes and should have {self.size}"
-            raise ReadError(problem, file=self.name, hint="something else writes there")
-        self._local, self.path = local, path
-        self._head, self._block = b"", (0, b"")
+            raise ReadError(
+                f"{show(self.name)} has {local.size} bytes here; its source says {self.size}",
+                file=self.name,
+                detail={"found": local.size, "expected": self.size},
+                hint="something else writes there; remove it, and fetch it again",
+            )
+        self._local, self.path = local, local.path
+        self._head, self._blocks = b"", OrderedDict()
 
     def fileno(self) -> int:
         return super().fileno() if self._local is None else self._local.fileno()
@@ -146,4 +161,5 @@ class RemoteFile(File):
             self._local.close()
 
     def __repr__(self) -> str:
-        return f"RemoteFile({self.name!r}, {self.size} bytes)"
+        where = "remote" if self._local is None else "local"
+        return f"RemoteFile({self.name!r}, {self.size} bytes, {where})"

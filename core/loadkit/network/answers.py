@@ -14,9 +14,9 @@ from loadkit.file_checks import show
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from loadkit_remote.patience import Deadline
+    from loadkit.network.patience import Deadline
 
-__all__ = ["Absent", "Answer", "Denied", "Pin", "Transient", "Transport", "changed"]
+__all__ = ["Absent", "Answer", "Denied", "Pin", "Transient", "Transport", "changed", "wrong"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,4 +143,15 @@ def changed(name: str, offset: int, what: str) -> DownloadError:
         offset=offset,
         detail={"changed": True},
         hint="load again when nothing writes to the checkpoint",
+    )
+
+
+def wrong(name: str, what: str, offset: int | None = None) -> DownloadError:
+    """The error of an answer that cannot be used; ``name`` is "" where no file was asked for."""
+    return DownloadError(
+        f"the server answered {f'the request for {show(name)}' if name else 'a request'} with "
+        f"{what}",
+        file=name or None,
+        offset=offset,
+        hint="the server, or something between it and here, does not keep to HTTP",
     )
