@@ -179,8 +179,10 @@ def _report(
         for change, names in contents.casts.items():
             casts.setdefault(change, set()).update(names)
         ties.update(contents.ties)
-        notes = contents.plan.notes if contents.plan is not None else ()
-        warnings += [note.message for note in notes if note.message not in warnings]
+        notes = [note.message for note in contents.plan.notes] if contents.plan else []
+        if contents.later:
+            notes.append(f"weights of {len(contents.later)} modules are quantised by each load")
+        warnings += [note for note in notes if note not in warnings]
     top = draft.topology
     return ConvertReport(
         path=folder,

@@ -21,7 +21,7 @@ from helpers.checkpoints import llama_sd, write_cfg, write_llama, write_st
 from helpers.packed_linear import numbers_of, shards_by_name
 from helpers.ranks import parallel_of
 from loadkit.config import LoadConfig, ParallelConfig
-from loadkit.errors import ConfigFileError, ModelError, PlanError, ShardedError
+from loadkit.errors import ConfigFileError, ModelError, PlanError, ShardedError, UsageError
 from loadkit_bitsandbytes.options import QuantOptions
 
 QUIET = LoadConfig(use_tqdm_on_load=False)
@@ -292,3 +292,20 @@ def test_MEM_01_the_peak_is_the_quantised_model_and_one_module(
     assert found["measured"] <= found["held"] + 2 * found["largest"] + slack, found
     assert found["raw"] > found["held"] + 2 * found["largest"] + slack or tp == 2, found
     assert found["measured"] <= found["predicted"] + slack, found
+
+
+def test_a_conversion_does_not_call_plain_weights_quantised(plain: Path, tmp_path: Path) -> None:
+    """A load quantises; what a conversion writes was read before that."""
+    for asked in ({"load_format": "bitsandbytes"}, {"quantization": "bitsandbytes"}):
+        with pytest.raises(UsageError, match="quantised when a model is loaded") as caught:
+            loadkit.convert(plain, tmp_path / "out", **asked)
+        assert caught.value.code == "QUANTIZED"
+        assert not (tmp_path / "out").exists()
+    ranks = tmp_path / "ranks"
+    report = loadkit.convert(plain, ranks, to="sharded_state", tp=2, load_format="bitsandbytes")
+    assert any("are quantised by each load" in warning for warning in report.warnings)
+    for rank in range(2):
+        parallel = ParallelConfig(tp_size=2, tp_rank=rank)
+        found = load(ranks, parallel).model.state_dict()
+        wanted = load(plain, parallel, load_format="bitsandbytes").model.state_dict()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)

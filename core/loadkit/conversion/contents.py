@@ -16,6 +16,7 @@ from loadkit.errors import OptionError, UsageError
 from loadkit.integrity import Verification
 from loadkit.integrity.layer import tensors_of
 from loadkit.load_strategy import reader_for as strategy_reader
+from loadkit.module_walk import named_modules
 from loadkit.origin import Origin, origin_of, remember_load
 from loadkit.plan import Planned, collector_paused, make_plan
 from loadkit.read import read_targets
@@ -64,6 +65,7 @@ class Contents:
         casts: conversions: from, to, which tensors.
         skipped: tensors of the source that are not written, with the reason.
         ties: tensor -> names that share it and are not written again.
+        later: modules whose weights a load quantises, and that are written as they are before.
     """
 
     groups: list[list[Output]]
@@ -75,6 +77,7 @@ class Contents:
     casts: dict[tuple[str, str], set[str]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     ties: dict[str, list[str]] = field(default_factory=dict)
+    later: list[str] = field(default_factory=list)
 
     def outputs(self) -> Iterator[Output]:
         """Every one, in order."""
@@ -227,7 +230,7 @@ def model_contents(job: Job) -> Contents:
         files = [job.source.open(name) for name in planned.plan.files]
         reader = reader_for(job, files)
         check_ties(planned, reader)
-        casts = casts_of(planned)
+        casts, later = casts_of(planned), quantised_later(planned.model)
     return Contents(
         groups,
         files,
@@ -238,7 +241,14 @@ def model_contents(job: Job) -> Contents:
         casts,
         skipped_of(planned.plan),
         layout.ties,
+        later,
     )
+
+
+def quantised_later(model: torch.nn.Module) -> list[str]:
+    """Modules whose weights a load quantises once it has read them."""
+    named = ((name, getattr(module, "quant_method", None)) for name, module in named_modules(model))
+    return [name for name, method in named if getattr(method, "uses_meta_device", False)]
 
 
 def output_of(name: str, tensor: torch.Tensor, recorder: Recorder) -> Output:

@@ -17,6 +17,7 @@ from loadkit.conversion.draft import Draft, checkpoint_draft, own_config
 from loadkit.conversion.rank_drafts import sharded_draft
 from loadkit.dtypes import dtype_name
 from loadkit.errors import ArchitectureError, ConfigFileError, OptionError, UsageError
+from loadkit.file_checks import show
 from loadkit.hf_config import HFConfig
 from loadkit.resolve import Job, job_for_module, resolve
 from loadkit.safetensors_writer import check_metadata
@@ -82,6 +83,7 @@ def make_draft(
         how = How(to, "parameter", "as the model calls them")
         return draft, _with_notes(how, job, draft)
     job, contents, how = contents_of(stack, source, names, load_config, options)
+    _refuse_later(contents)
     draft = stack.enter_context(
         checkpoint_draft(
             job,
@@ -104,6 +106,19 @@ def _with_notes(how: How, job: Job, draft: Draft) -> How:
         shown=job.load_config.use_tqdm_on_load,
         notes=(lost,) if inside and not beside else (),
     )
+
+
+def _refuse_later(contents: Contents) -> None:
+    """A config that says weights are quantised would lie of those that are not yet."""
+    if contents.later:
+        raise UsageError(
+            f"weights of {len(contents.later)} modules ({show(contents.later[0])}, ...) are "
+            "quantised when a model is loaded, and a conversion would write them as they are",
+            code="QUANTIZED",
+            detail={"modules": contents.later},
+            hint="load the model and save it; or leave the quantisation out (where config.json "
+            "says it: names='checkpoint') and write them as they are",
+        )
 
 
 def _check(to: str, names: str, sizes: Mapping[str, int], most: Any) -> None:

@@ -21,6 +21,7 @@ from loadkit.conversion.contents import (
     check_ties,
     output_of,
     planned_load,
+    quantised_later,
     raise_problems,
     reader_for,
     skipped_of,
@@ -149,6 +150,7 @@ def _rank(
             casts_of(planned),
             skipped_of(plan),
             found.tied,
+            quantised_later(planned.model),
         )
         return plan, contents, found.manifest
 
