@@ -309,3 +309,23 @@ def test_a_conversion_does_not_call_plain_weights_quantised(plain: Path, tmp_pat
         found = load(ranks, parallel).model.state_dict()
         wanted = load(plain, parallel, load_format="bitsandbytes").model.state_dict()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("save_format", ["dcp", "tensorizer"])
+def test_what_was_saved_in_another_format_is_told_how_it_loads(
+    plain: Path, tmp_path: Path, save_format: str
+) -> None:
+    pytest.importorskip(save_format if save_format == "tensorizer" else "loadkit_dcp")
+    model = load(plain, load_format="bitsandbytes").model
+    loadkit.save(model, tmp_path / "out", save_format=save_format)
+    with pytest.raises(ConfigFileError) as caught:
+        load(tmp_path / "out")
+    assert "asked for" not in caught.value.message
+    extra = {"weights_from": save_format}
+    assert caught.value.hint == (
+        f"load_format='bitsandbytes' with model_loader_extra_config={extra}"
+    )
+    again = load(tmp_path / "out", load_config=config_of(extra)).model
+    ids = torch.arange(5)
+    with torch.inference_mode():
+        assert torch.equal(again(ids, ids), model(ids, ids))

@@ -26,6 +26,8 @@ __all__ = ["BitsAndBytesConfig"]
 
 # Load formats under which a config.json that names the method needs nobody to unpack tensors.
 _MAKE_OR_KEEP = frozenset({"bitsandbytes", "dummy", "sharded_state", "runai_streamer_sharded"})
+# Those of files that "auto" reads as bitsandbytes where config.json says so.
+_FOUND_BY_AUTO = frozenset({"hf", "safetensors", "pt"})
 
 
 class BitsAndBytesConfig(QuantizationConfig):
@@ -87,16 +89,18 @@ class BitsAndBytesConfig(QuantizationConfig):
         """Refuse to take a packed checkpoint's tensors for plain ones.
 
         Raises:
-            ConfigFileError: config.json names the method, and another load format was asked for.
+            ConfigFileError: config.json names the method, and another load format reads the files.
         """
         if "quant_method" in config and load_format not in _MAKE_OR_KEEP:
+            brings = {"weights_from": load_format}
             raise ConfigFileError(
-                f"{file} says quant_method 'bitsandbytes', and load format {show(load_format)} was "
-                "asked for, which takes tensors as they are",
+                f"{file} says quant_method 'bitsandbytes', and load format {show(load_format)} "
+                "takes tensors as they are",
                 file=file,
                 detail={"quant_method": "bitsandbytes", "load_format": load_format},
-                hint="leave load_format out, or give 'bitsandbytes' (whose option weights_from "
-                "says which load format brings the tensors)",
+                hint="leave load_format out"
+                if load_format in _FOUND_BY_AUTO
+                else f"load_format='bitsandbytes' with model_loader_extra_config={brings}",
             )
 
     def to_saved(self) -> dict[str, Any]:
