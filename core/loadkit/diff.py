@@ -79,7 +79,7 @@ def diff(
     names: str = "auto",
     tolerance: float | None = None,
     load_formats: tuple[str, str] = ("auto", "auto"),
-    load_config: LoadConfig | None = None,
+    load_config: LoadConfig | tuple[LoadConfig | None, LoadConfig | None] | None = None,
     **options: Any,
 ) -> DiffReport:
     """Compare the tensors of two checkpoints: which there are, shapes, dtypes, every element.
@@ -94,7 +94,7 @@ def diff(
         tolerance: elements may differ by this much times the larger of 1 and their size, and
             dtypes may differ; None: bits are compared.
         load_formats: of a and of b.
-        load_config: how they are read.
+        load_config: how they are read; a pair: how a is, and how b is.
         **options: as of ``loadkit.load``, for both: ``dtype``, ``quantization``, ...
 
     Raises:
@@ -106,15 +106,16 @@ def diff(
         raise OptionError(f"names is {names!r}; accepted: {', '.join(NAMES)}")
     if tolerance is not None and not tolerance >= 0:
         raise OptionError(f"tolerance is {tolerance!r}; accepted: a number of at least 0")
-    pairs = list(zip((a, b), load_formats, strict=True))
+    configs = load_config if isinstance(load_config, tuple) else (load_config, load_config)
+    pairs = list(zip((a, b), load_formats, configs, strict=True))
     with ExitStack() as stack:
-        formats = [_format_of(source, kind, load_config) for source, kind in pairs]
+        formats = [_format_of(*each) for each in pairs]
         whose, why = _whose(names, formats)
         sides: list[Contents] = []
-        for source, kind in pairs:
+        for source, kind, config in pairs:
             try:
                 _, contents, _ = contents_of(
-                    stack, source, whose, load_config, {**options, "load_format": kind}
+                    stack, source, whose, config, {**options, "load_format": kind}
                 )
             except ArchitectureError as error:
                 own = "names='checkpoint' compares the files' own names"

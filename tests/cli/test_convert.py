@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -129,6 +130,21 @@ def test_diff_names_what_differs_and_ends_with_1(run: Run, a: Path, tmp_path: Pa
     said = run("diff", a, tmp_path / "c.safetensors", "--json").json()
     assert {one["what"] for one in said["different"]} == {"shape", "values"}
     assert run("diff", a, tmp_path / "b.safetensors").code == 1  # a name that is refused
+
+
+def test_diff_reads_each_side_by_its_own_options(run: Run, a: Path, tmp_path: Path) -> None:
+    """What was converted out of a dict in a pickle is proved against it."""
+    (tmp_path / "n").mkdir()
+    shutil.copy(a / "config.json", tmp_path / "n")
+    torch.save({"model": {"sd": read(a)}, "step": 3}, tmp_path / "n/ck.pt")
+    deep = "weights_key=model/sd"
+    assert run("convert", tmp_path / "n", tmp_path / "b", "--set", deep).code == 0
+    assert run("diff", tmp_path / "n", tmp_path / "b", "--set", deep).code == 2
+    assert run("diff", tmp_path / "n", tmp_path / "b", "--set-a", deep).code == 0
+    ran = run("diff", tmp_path / "b", tmp_path / "n", "--set-b", deep, "--json")
+    assert ran.json()["equal"] is True
+    ran = run("diff", a, a, "--set-a", "dtype=float16")
+    assert ran.code == 2 and "--set-a and --set-b has no option 'dtype'" in ran.err
 
 
 def test_verify_ends_with_0_or_1(run: Run, a: Path, tmp_path: Path) -> None:

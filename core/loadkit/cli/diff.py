@@ -8,6 +8,7 @@ import click
 
 from loadkit.cli.options import ModelRequest, output_options
 from loadkit.cli.output import Output, human_bytes
+from loadkit.options import unknown_option
 from loadkit.text import printable
 
 __all__ = ["command", "comparison_options"]
@@ -42,6 +43,8 @@ _option = click.option
     metavar="KEY=VALUE",
     help="A field of LoadConfig or ModelConfig; may be repeated.",
 )
+@_option("--set-a", multiple=True, metavar="KEY=VALUE", help="A field of LoadConfig, for A alone.")
+@_option("--set-b", multiple=True, metavar="KEY=VALUE", help="The same for B.")
 @output_options
 @click.pass_obj
 def command(
@@ -54,6 +57,8 @@ def command(
     load_format: str,
     load_format_b: str,
     settings: tuple[str, ...],
+    set_a: tuple[str, ...],
+    set_b: tuple[str, ...],
 ) -> int:  # fmt: skip
     """Compare the tensors of A and B, two checkpoints in any formats.
 
@@ -63,6 +68,7 @@ def command(
     from loadkit.diff import diff
 
     keywords = comparison_options(dtype, settings)
+    keywords["load_config"] = tuple(_config_of(settings, own) for own in (set_a, set_b))
     report = diff(
         a,
         b,
@@ -76,6 +82,22 @@ def command(
     else:
         show(out, report)
     return 0 if report.equal else 1
+
+
+def _config_of(settings: tuple[str, ...], own: tuple[str, ...]) -> Any:
+    """How one of the two is read.
+
+    Raises:
+        OptionError: what is set for it alone is no field of LoadConfig.
+    """
+    from loadkit.config import LoadConfig
+
+    fields = LoadConfig.options()
+    for text in own:
+        name = text.partition("=")[0]
+        if name not in fields:
+            raise unknown_option(name, fields, "--set-a and --set-b")
+    return ModelRequest("", settings=(*settings, *own)).keywords(progress=False)["load_config"]
 
 
 def comparison_options(dtype: str, settings: tuple[str, ...]) -> dict[str, Any]:
