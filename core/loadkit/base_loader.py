@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from loadkit.errors import ModelError, UnknownNameError
 from loadkit.module_walk import named_modules
-from loadkit.name_hints import strip_wrappers
+from loadkit.name_hints import any_wrapped, strip_wrappers
 from loadkit.options import OptionSpec, validate_extra_config
 from loadkit.sources.shown import shown_source
 from loadkit.tracing.observed import observed
@@ -180,8 +180,10 @@ class BaseModelLoader(ABC):
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """The catalogue as the model takes it: wrapper components removed, the plan looking on."""
         weights = list(self.offers(model_config))
-        parts = {part for _, module in named_modules(model) for part in module._modules}
-        renamed = strip_wrappers([name for name, _ in weights], parts)
+        names, renamed = [name for name, _ in weights], dict[str, str]()
+        if any_wrapped(names):
+            parts = {part for _, module in named_modules(model) for part in module._modules}
+            renamed = strip_wrappers(names, parts)
         named = ((renamed.get(name, name), tensor) for name, tensor in weights)
         recorder = active_recorder()
         return observed(named) if recorder is None else recorder.observe(named)

@@ -9,12 +9,18 @@ from collections.abc import Collection, Iterable
 from loadkit.errors import WeightLoadError
 from loadkit.text import printable
 
-__all__ = ["WRAPPERS", "grouped_names", "likely_prefix", "strip_wrappers"]
+__all__ = ["WRAPPERS", "any_wrapped", "grouped_names", "likely_prefix", "strip_wrappers"]
 
 log = logging.getLogger("loadkit")
 
 # What DDP, torch.compile, FSDP and activation checkpointing put into the names they save.
 WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+
+def any_wrapped(names: Iterable[str]) -> bool:
+    """Whether ``strip_wrappers`` may have something to do: told quickly, and for most by no."""
+    text = "\n".join(names)
+    return any(wrapper in text for wrapper in WRAPPERS)
 
 
 def strip_wrappers(names: Iterable[str], module_component_names: Collection[str]) -> dict[str, str]:

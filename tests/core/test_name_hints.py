@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from helpers.checkpoints import llama_shapes
 from loadkit.errors import WeightLoadError
-from loadkit.name_hints import grouped_names, likely_prefix, strip_wrappers
+from loadkit.name_hints import WRAPPERS, any_wrapped, grouped_names, likely_prefix, strip_wrappers
 
 PLAIN = list(llama_shapes())
 COMPONENTS = {part for name in PLAIN for part in name.split(".")}
@@ -53,6 +53,12 @@ def test_NM_06_only_whole_components_go_and_never_the_last() -> None:
 def test_NM_06_two_names_that_become_one_are_an_error_naming_both() -> None:
     with pytest.raises(WeightLoadError, match=r"'module\.w' and 'w'"):
         strip_wrappers(["module.w", "w"], set())
+
+
+def test_names_without_a_wrapper_are_told_at_once() -> None:
+    assert not any_wrapped(PLAIN)
+    for wrapper in WRAPPERS:
+        assert any_wrapped([*PLAIN, f"layers.{wrapper}.w"])
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def held_tensors(modules: Modules) -> Iterator[Held]:
     seen: set[int] = set()
     for prefix, module in modules:
         for registry in (module._parameters, module._buffers):
-            for name, tensor in list(registry.items()):
+            for name, tensor in list(registry.items()) if registry else ():
                 if tensor is not None and not is_lazy(tensor):
                     where = f"{prefix}.{name}" if prefix else name
                     yield Held(where, local_of(tensor), _item(registry, name), True)
@@ -140,7 +140,7 @@ def adopt(modules: Modules, recorder: Recorder) -> None:
     homes: dict[int, torch.Tensor] = {}
     for _, module in modules:
         for registry in (module._parameters, module._buffers):
-            for name, lazy in list(registry.items()):
+            for name, lazy in list(registry.items()) if registry else ():
                 if not isinstance(lazy, LazyTensor):
                     continue
                 home = homes.get(id(lazy))

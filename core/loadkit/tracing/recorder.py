@@ -20,14 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from loadkit.errors import TraceError
 from loadkit.tracing.evaluate import Fetch
 from loadkit.tracing.given import Given
-from loadkit.tracing.lazies import contiguous_like, meta_like, to_meta
+from loadkit.tracing.lazies import contiguous_like, meta_like, to_meta, view_of
 from loadkit.tracing.lazy_tensor import LazyTensor, Offered, leaf_file
 from loadkit.tracing.misfit import set_sink
 from loadkit.tracing.modes import DispatchMode, FunctionMode
 from loadkit.tracing.observed import Observed
 from loadkit.tracing.reading import DataRead, fetch_from_files, settled, storage_of_plain
 from loadkit.tracing.schema import fill_of, map_all
-from loadkit.tracing.storage import Fill, Storage, Unwritten
+from loadkit.tracing.storage import Fill, Storage, Unwritten, Write
 from loadkit.tracing.threads import new_threads_join
 from loadkit.tracing.writes import record
 
@@ -216,7 +216,8 @@ class Recorder:
     def note_fill(self, data: torch.Tensor, value: float) -> None:
         """Fresh memory on meta stands for memory that is filled with one number."""
         with torch._C.DisableTorchFunction():
-            record(data, Fill(value, data.dtype), self)
+            write = Write(view_of(data), data.dtype, Fill(value, data.dtype))
+        self.track(data).writes.append(write)
 
     def track(self, tensor: torch.Tensor) -> Storage:
         """The recorded storage behind a plain tensor; held, so that its id stays its own."""
