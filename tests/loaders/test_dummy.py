@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from helpers.checkpoints import write_cfg
 from loadkit.config import LoadConfig, ParallelConfig
 from loadkit.errors import OptionError
 from loadkit.tracing.view import View, contiguous
-from loadkit_dummy.numbers import LIMIT, numbers
+from loadkit_dummy.numbers import CHUNK, LIMIT, numbers
 
 DTYPES = [
     "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu",
@@ -53,6 +54,20 @@ def test_numbers_do_not_repeat_from_tensor_to_tensor_or_seed_to_seed() -> None:
     for key, value in make.items():
         assert value.unique().numel() > 990 and abs(float(value.mean())) < LIMIT / 10
         assert all(not value.equal(other) for at, other in make.items() if at != key)
+
+
+def test_numbers_are_what_they_always_were() -> None:
+    """splitmix64 of key and index, reckoned here with Python's integers; across pieces too."""
+    size, word = CHUNK + 3, (1 << 64) - 1
+    key = int.from_bytes(hashlib.blake2b(b"7:w", digest_size=8).digest(), "little")
+    made = numbers(contiguous((size,), 4), seed=7, name="w", dtype=torch.float32)
+    for index in (0, 1, 1000, CHUNK - 1, CHUNK, size - 1):
+        x = (index * 0x9E3779B97F4A7C15 + key) & word
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & word
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB & word
+        x ^= x >> 31
+        unit = torch.tensor(float(x >> 40)) * (2 / ((1 << 24) - 1))
+        assert made[index] == (unit - 1) * LIMIT
 
 
 @pytest.mark.parametrize("tp", [2, 4])
