@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import torch
+
 from loadkit.errors import OptionError
 from loadkit.text import printable
 
@@ -34,7 +36,7 @@ def check_map_location(load_config: LoadConfig) -> None:
     pairs = given.items() if isinstance(given, Mapping) else [("", given)]
     for location, target in pairs:
         problem = ""
-        if not _DEVICE.fullmatch(target) or (location and not _DEVICE.fullmatch(location)):
+        if not _is_device(target) or (location and not _is_device(location)):
             problem = "no device"
         elif target != "cpu" and load_config.device and not _same(target, load_config.device):
             problem = f"another device than the load's, {load_config.device}"
@@ -46,6 +48,14 @@ def check_map_location(load_config: LoadConfig) -> None:
                 detail={"options": ["pt_load_map_location"]},
                 hint="choose the device of the weights with LoadConfig.device",
             )
+
+
+def _is_device(name: str) -> bool:
+    """Whether torch knows the kind of device; there need be none here."""
+    try:
+        return bool(_DEVICE.fullmatch(name)) and torch.device(name) is not None
+    except RuntimeError:
+        return False
 
 
 def _same(first: str, second: str) -> bool:
