@@ -254,8 +254,8 @@ def test_a_map_location_is_accepted_and_weights_go_where_the_load_puts_them(
 
 @pytest.mark.parametrize(
     ("given", "device"),
-    [("cuda:0", "cpu"), ({"cuda:1": "cuda:1"}, "cuda:0"), ("nowhere at all", None), ("nonsense", None),
-     ({"?": "cpu"}, None)],
+    [("cuda:0", "cpu"), ({"cuda:1": "cuda:1"}, "cuda:0"), ("nowhere at all", None),
+     ("nonsense", None), ({"?": "cpu"}, None)],
 )  # fmt: skip
 def test_a_map_location_that_contradicts_the_device_is_refused(
     given: Any, device: str | None, tmp_path: Path
