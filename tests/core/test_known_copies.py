@@ -122,6 +122,27 @@ class Unsaid(Layer):
     """Nobody says what this class looks at."""
 
 
+class Nothing(Layer):
+    """Its loader looks at the parameter and the tensor alone."""
+
+    loader_looks_at = ()
+
+    @copies_regions
+    def weight_loader(self, param: nn.Parameter, loaded: torch.Tensor) -> None:
+        type(self).runs += 1
+        copy_region(param, loaded, [(0, 0, 4, 0)])
+
+
+class Property(Layer):
+    """What it looks at is no plain attribute."""
+
+    loader_looks_at = ("first", "second")
+
+    @property
+    def second(self) -> int:
+        return self.first
+
+
 class Elsewhere(Layer):
     loader_looks_at = ("first",)
 
@@ -177,10 +198,14 @@ def test_layers_that_are_alike_are_run_once_and_each_gets_its_own_tensor() -> No
 
 @pytest.mark.parametrize(
     ("kind", "firsts", "runs"),
-    [(Layer, (0, 4), 2), (Unsaid, (0, 0), 2), (Elsewhere, (0, 0), 2), (Filled, (0, 0), 2)],
+    [
+        (Nothing, (0, 4), 1),
+        (Layer, (0, 4), 2),
+        *((kind, (0, 0), 2) for kind in (Unsaid, Property, Elsewhere, Filled)),
+    ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_what_is_not_alike_or_more_than_copies_is_run_each_time(
+def test_what_may_differ_or_is_more_than_copies_is_run_each_time(
     kind: type[Layer], firsts: tuple[int, ...], runs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = traced(*made(kind, *firsts))

@@ -9,7 +9,6 @@ made. The word holds for that very class: a subclass may look at more.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -76,12 +75,18 @@ def _key(
 ) -> Hashable | None:
     """All that decides what is copied; None where it is not all known."""
     owner = getattr(loader, "__self__", None)
-    says = vars(loader if owner is None else type(owner)).get("loader_looks_at")
+    if owner is None:
+        says = getattr(loader, "loader_looks_at", None)
+    else:
+        says = vars(type(owner)).get("loader_looks_at")
     if says is None or not isinstance(offer, Offered):
         return None
     if param.device.type != "meta" or is_spread(param):
         return None
-    seen = () if owner is None else itemgetter(*says)(vars(owner))
+    held = {} if owner is None else vars(owner)
+    seen = tuple([held[name] for name in says if name in held])
+    if len(seen) != len(says):  # a property, perhaps: nobody knows what it looks at
+        return None
     marks = (mark for mark in vars(param).items() if mark[0] not in _NOT_LOOKED_AT)
     key = (
         (getattr(loader, "__func__", loader), type(owner), seen, shard),
