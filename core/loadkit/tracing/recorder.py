@@ -217,7 +217,7 @@ class Recorder:
         """Fresh memory on meta stands for memory that is filled with one number."""
         with torch._C.DisableTorchFunction():
             write = Write(view_of(data), data.dtype, Fill(value, data.dtype))
-        self.track(data).writes.append(write)
+            self.track(data).writes.append(write)
 
     def track(self, tensor: torch.Tensor) -> Storage:
         """The recorded storage behind a plain tensor; held, so that its id stays its own."""
