@@ -24,7 +24,7 @@ other seconds.
 | column | |
 |---|---|
 | returned, touched | until the call returned; until a byte of each page was read too |
-| CPU | of all threads of the process, until the last end |
+| CPU | of all threads of the process but the one that samples memory, until the last end |
 | anonymous, resident | peak memory above the start; resident has mapped files' pages too |
 | by read calls, from storage | what read calls gave (none for mapped files); what was not cached |
 | read step, plan step | the steps of a load by its own report |

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from benchmarks import harness
 from benchmarks.generate import Llama, Moe, written
 from benchmarks.harness import Benchmark, Claim, Variant, run_benchmark, table
 from benchmarks.page import page
+from loadkit.bench import measure as measuring
 from loadkit.bench.processes import ProcessError
 
 
@@ -39,6 +41,16 @@ def test_known_variants_give_known_figures() -> None:
     assert "| allocate |" in table(result)
     assert "| 1.00 |" in table(result)
     assert "RuntimeError: no such luck" in table(result)
+
+
+def test_what_sampling_takes_is_no_cpu_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(self: Any) -> None:
+        sum(range(3_000_000))
+
+    monkeypatch.setattr(measuring._Peak, "sample", busy)
+    start = time.process_time()
+    figures = measuring.measure(lambda: time.sleep(0.5), with_checksum=False)
+    assert figures["cpu_s"] < (time.process_time() - start) / 2
 
 
 @pytest.mark.parametrize("cold", [False, True], ids=["warm", "cold"])
