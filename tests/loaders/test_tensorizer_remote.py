@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,13 @@ def test_a_plan_reads_headers_and_a_load_is_the_local_one(served: tuple[Path, st
     assert found.report.verified["compared_bytes"] == found.report.bytes_needed
     assert {row.exact for row in found.plan.rows if row.parameter} == {"exact"}
     assert loadkit.plan(url, load_config=quiet()).ok
+
+
+def test_what_its_own_hashes_verify_is_not_called_unverified(served: tuple[Path, str]) -> None:
+    config = replace(quiet(), verify="digest")
+    report = loadkit.load(served[1], load_config=config).report
+    assert report.verified["compared_bytes"] == report.bytes_needed
+    assert report.warnings == []
 
 
 def test_a_rank_fetches_its_own_part(served: tuple[Path, str]) -> None:

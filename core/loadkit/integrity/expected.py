@@ -14,7 +14,7 @@ be right are as good as the digest, and need not be read whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from loadkit.errors import FormatError, IntegrityError
@@ -71,6 +71,7 @@ def expected_digests(
     files: Sequence[File],
     places: dict[int, Sidecar],
     checksums: Callable[[str], Sequence[Checksum]] | None = None,
+    vouched: Collection[int] = (),
 ) -> tuple[dict[int, FileDigests], list[str]]:
     """What each file should hold, by ``id(file)``, and what is worth a warning.
 
@@ -79,6 +80,7 @@ def expected_digests(
         files: those that are read.
         places: of their records.
         checksums: what a file keeps of its own bytes, by its name.
+        vouched: files (``id``) that are compared with what they say themselves, else.
 
     Raises:
         ManifestError: the manifest cannot be used.
@@ -105,7 +107,9 @@ def expected_digests(
             out[id(file)] = FileDigests(file, origin, _AGAIN, starts, ends, crcs, algorithm="crc32")
             continue
         if whole is None and not file.local:  # nothing to compare with, and nowhere to record
-            warnings.append(f"{show(file.name)} is not verified: nobody says what it should hold")
+            if id(file) not in vouched:
+                told = f"{show(file.name)} is not verified: nobody says what it should hold"
+                warnings.append(told)
             continue
         out[id(file)] = _of_file(file, whole, origin, place, record)
     return out, warnings

@@ -77,16 +77,19 @@ class Verification:
         source = self._loader.source
         if self.mode != "off":
             check_sizes(source, more)
+        every = {id(own.file): own for own in self._loader.own_digests(more)}
         if self.mode == "digest":
             places = sidecars(more, self._load_config)
-            found, warnings = expected_digests(source, more, places, self._loader.checksums)
+            found, warnings = expected_digests(
+                source, more, places, self._loader.checksums, every.keys()
+            )
             self._sidecars |= places
             self._digests |= found
             self.warnings += warnings
-        for own in self._loader.own_digests(more):
-            at = self._digests.get(id(own.file))
+        for key, own in every.items():
+            at = self._digests.get(key)
             if at is None or (at.whole is None and at.origin != MANIFEST):
-                self._digests[id(own.file)] = own
+                self._digests[key] = own
             self.warnings += [own.remark] if own.remark else []
 
     def around(self, reader: Reader, also: Iterable[str] = ()) -> Reader:
