@@ -137,6 +137,10 @@ def test_an_empty_folder_and_no_bucket(there: tuple[str, Path]) -> None:
     with pytest.raises(loadkit.LoadkitError) as caught:
         loadkit.plan(f"{scheme}://bucket/nothing/here")
     assert caught.value.exit_code == 1
+    with pytest.raises(loadkit.LoadkitError) as caught:
+        loadkit.plan(f"{scheme}://no-such-bucket/models")
+    assert "''" not in str(caught.value) and caught.value.file is None
+    assert caught.value.hint or caught.value.exit_code == 1
     for wrong in ("", "/x", "user:pw@bucket/x"):
         with pytest.raises(OptionError, match="names no bucket") as refused:
             loadkit.plan(f"{scheme}://{wrong}")

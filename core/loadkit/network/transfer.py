@@ -128,6 +128,7 @@ class Transfers:
             f"{show(self.transport.shown(name))} is not open to these credentials: {error}{again}",
             code="E_AUTH",
             file=name or None,
-            offset=offset,
-            hint="see that they are right and not expired, and that this machine's clock is right",
+            offset=offset if name else None,
+            hint="see that there are any, that they are right and not expired, and that this "
+            "machine's clock is right",
         )

@@ -188,8 +188,16 @@ def _ours(error: BaseException, name: str, offset: int) -> Exception:
     if expired or status in (401, 403):
         return Denied(what)
     if status is not None and 400 <= status < 500 and status not in (408, 425, 429):
-        problem = f"the request for {show(name)} failed: {what}"
-        return DownloadError(problem, file=name, offset=offset, detail={"status": status})
+        asked = f"the request for {show(name)}" if name else "the listing"
+        return DownloadError(
+            f"{asked} failed: {what}",
+            file=name or None,
+            offset=offset if name else None,
+            detail={"status": status},
+            hint="see that the name of the bucket is right, and the endpoint that is asked"
+            if not name
+            else None,
+        )
     unreached = "connect" in text.lower() and status is None
     return Transient(
         what if status else "the connection failed", unreached=unreached, status=status
