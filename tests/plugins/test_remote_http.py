@@ -631,15 +631,20 @@ def test_a_server_that_always_fails_is_given_up(
     assert len(web.requests) == patience.MAX_ATTEMPTS
 
 
-def test_a_server_that_is_not_there_is_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", ["x.gguf", "a/folder"])
+def test_a_server_that_is_not_there_is_offline_and_asked_for_one_file(
+    path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(patience, "FIRST_WAIT", 0.001)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
     with pytest.raises(DownloadError) as caught:
-        loadkit.plan(f"http://127.0.0.1:{port}/x.gguf")
+        loadkit.plan(f"http://127.0.0.1:{port}/{path}")
     assert caught.value.code == "E_OFFLINE"
     assert caught.value.exit_code == 3
+    again = [record for record in caplog.records if "again in" in record.getMessage()]
+    assert len(again) == patience.MAX_UNREACHED - 1
 
 
 # -- digests -------------------------------------------------------------------------------------

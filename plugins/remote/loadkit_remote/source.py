@@ -136,15 +136,17 @@ class RemoteSource(Source):
         return [files[name] for name in sorted(files)]
 
     def side_by_side(self, names: Sequence[str]) -> dict[str, RemoteFile]:
-        """Those of the files that are there, opened, several at once.
+        """Those of the files that are there, opened, several at once after the first.
 
-        Files that may not be read count as absent: many servers say that of any name they lack.
+        So a server that is not reached is asked for one. Files that may not be read count as
+        absent: many servers say that of any name they lack.
 
         Raises:
             DownloadError: E_AUTH, none is there and some may not be read; and as ``open``.
         """
+        found = [self._if_there(name) for name in names[:1]]
         with ThreadPoolExecutor(self.threads, thread_name_prefix="loadkit-remote") as pool:
-            found = list(pool.map(self._if_there, names))
+            found += pool.map(self._if_there, names[1:])
         files = {file.name: file for file in found if isinstance(file, RemoteFile)}
         denied = [error for error in found if isinstance(error, DownloadError)]
         if denied and not files:
