@@ -293,6 +293,24 @@ def test_extents_past_the_end_are_refused_by_every_reader(
     reader.close()
 
 
+@every_reader
+def test_what_lies_past_the_end_is_told_by_where_the_file_ends(
+    tmp_path: Path, path: Path, kind: type[Reader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = tmp_path / "cut.bin"
+    cut.write_bytes(path.read_bytes())
+    opened = LocalFile("cut.bin", str(cut))
+    reader = kind(LoadConfig())
+    monkeypatch.setattr(opened, "check_unchanged", lambda: None)  # it is cut just after that
+    os.truncate(cut, SIZE // 2)
+    wanted = extent(opened, SIZE - 4096, 4096, tensor="last")
+    with pytest.raises(TruncatedError, match=f"ends at byte {SIZE // 2}") as caught:
+        reader.read([wanted])
+    assert (caught.value.tensor, caught.value.offset) == ("last", SIZE // 2)
+    reader.close()
+    opened.close()
+
+
 def test_fault_8_a_file_cut_between_the_check_and_the_copy_is_an_error_and_not_a_signal(
     tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ a span goes through a buffer, and its rows are copied from there. All in bytes.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -160,7 +161,9 @@ def _rows_per_span(item: Extent | Place) -> int:
     return SPAN // item.file_stride
 
 
-def refused(item: Range, library: str, said: str) -> LoadkitError:
+def refused(
+    item: Range, library: str, said: str, *, together: Iterable[Range] = ()
+) -> LoadkitError:
     """The error about a range that a library could not read.
 
     It is read again, by the operating system: what that says is the error of every reader.
@@ -169,6 +172,7 @@ def refused(item: Range, library: str, said: str) -> LoadkitError:
         item: the range.
         library: who failed.
         said: what it said, for the case that nothing is wrong with the file.
+        together: ranges that the library may have read with this one, as one.
     """
     scratch = torch.empty(min(item.nbytes, SPAN), dtype=torch.uint8)
     owners: Sequence[Extent] = (item.extent,)
@@ -181,6 +185,9 @@ def refused(item: Range, library: str, said: str) -> LoadkitError:
         if error.tensor is None:
             error.tensor = name
         return error
+    for other in together:
+        if other.file is item.file and other.offset + other.nbytes > _size_now(item.file):
+            return refused(other, library, said)
     return ReadError(
         f"reading tensor {printable(name)} from {printable(item.file.name)} at byte {item.offset} "
         f"failed: {library} says: {printable(said)}; the system reads the same {item.nbytes:,} "
@@ -190,3 +197,8 @@ def refused(item: Range, library: str, said: str) -> LoadkitError:
         offset=item.offset,
         hint="load again, or name another reader: reader='pread'",
     )
+
+
+def _size_now(file: File) -> int:
+    """Bytes that a file has at this moment."""
+    return os.fstat(file.fileno()).st_size if file.local else file.size

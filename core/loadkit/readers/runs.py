@@ -206,12 +206,14 @@ def pull(
             ) from error
         if got:
             return got
+        end = offset if file.path is None else min(offset, os.fstat(file.fileno()).st_size)
+        where = "inside" if end == offset else f"before byte {offset} of"
         raise TruncatedError(
-            f"{printable(file.name)} ends at byte {offset}, inside tensor "
+            f"{printable(file.name)} ends at byte {end}, {where} tensor "
             f"{printable(owner.tensor)}; it had {file.size} bytes when it was opened",
             file=file.name,
             tensor=owner.tensor,
-            offset=offset,
+            offset=end,
             hint="the file is incomplete or was cut while in use; copy or download it again",
         )
 

@@ -55,7 +55,7 @@ class RunaiReader(LibraryReader):
         try:
             for item, failure in self._streamer.answers(wanted, paths):
                 if failure is not None:
-                    raise _error(item, failure)
+                    raise _error(item, failure, wanted)
                 if not item.file.local:
                     item.file.came(item.nbytes)
                 landed(item.nbytes)
@@ -105,9 +105,9 @@ def _path(item: Range) -> str:
     return path
 
 
-def _error(item: Range, said: str) -> LoadkitError:
+def _error(item: Range, said: str, wanted: Sequence[Range]) -> LoadkitError:
     """What is wrong with a range: what our own read of it says, else what the streamer did."""
-    found = refused(item, LIBRARY, said)
+    found = refused(item, LIBRARY, said, together=wanted)
     if item.file.local or not isinstance(found, ReadError):
         return found
     return DownloadError(
