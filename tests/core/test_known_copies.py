@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import loadkit
+from benchmarks.generate import Moe
 from helpers.checkpoints import llama_sd, write_llama, write_st
 from loadkit.auto_weights_loader import AutoWeightsLoader
 from loadkit.build import parameters_on_meta
@@ -22,8 +24,10 @@ from loadkit.tracing.lazy_tensor import Offered
 from loadkit.tracing.recorder import Recorder
 from loadkit.tracing.regions import copies_regions, copy_region
 from loadkit_layers import MergedColumnParallelLinear, RMSNorm
+from loadkit_layers.fused_moe.parameter import ExpertParameter
 
 LAYERS, TP = 4, 2
+BF16 = torch.bfloat16
 PARALLEL = [ParallelConfig(tp_size=TP, tp_rank=rank) for rank in range(TP)]
 
 
@@ -245,6 +249,41 @@ def test_tensors_of_another_shape_are_not_alike() -> None:
         (write,) = recorder.track(layers[1].weight).writes
     assert Layer.runs == 2
     assert write.value.view.size == (4, 3)  # its first four rows of six
+
+
+def write_moe(folder: Path) -> None:
+    """A toy Qwen3-MoE of three layers."""
+    model = Moe("toy", 3, 16, 4, 2, 4, 8, 4, 32, 1)
+    (folder / "config.json").write_text(json.dumps(model.config()))
+    tensors = {name: torch.zeros(shape, dtype=BF16) for name, shape in model.shapes().items()}
+    write_st(folder / "model.safetensors", tensors)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_experts_of_alike_layers_are_known_by_their_number(
+    ep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_moe(tmp_path)
+    ranks = [ParallelConfig(tp_size=2, tp_rank=at, ep_size=ep, ep_rank=at % ep) for at in range(2)]
+    runs: list[str] = []
+    load_expert = ExpertParameter.load_expert
+
+    def counting(self: Any, loaded: torch.Tensor, slot: int, shard_id: str | None) -> None:
+        runs.append(self.parameter_name)
+        load_expert(self, loaded, slot, shard_id)
+
+    monkeypatch.setattr(ExpertParameter, "load_expert", counting)
+    knowing = [loadkit.plan(tmp_path, parallel=each) for each in ranks]
+    assert knowing[0].ok
+    assert runs
+    assert {name.split(".")[2] for name in runs} == {"0"}  # the first layer's alone
+    few = len(runs)
+    runs.clear()
+    without_knowing(monkeypatch)
+    assert [loadkit.plan(tmp_path, parallel=each).to_dict() for each in ranks] == [
+        plan.to_dict() for plan in knowing
+    ]
+    assert len(runs) > few
 
 
 def test_norms_are_known_by_the_loader_that_every_parameter_gets() -> None:

@@ -2,8 +2,8 @@
 
 A layer's class says with ``loader_looks_at`` which attributes of the layer its weight loader looks
 at, beside the parameter and the tensor. Where all of these are equal to what they were once, the
-copies are those of then: they are recorded without running the loader, and no ``LazyTensor`` is
-made. The word holds for that very class: a subclass may look at more.
+copies are those of then: they are recorded without running the loader, and of what is ``Offered``
+no ``LazyTensor`` is made. The word holds for that very class: a subclass may look at more.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import torch
 
 from loadkit.local_memory import is_spread
+from loadkit.tensor_info import TensorInfo
 from loadkit.tracing.lazies import view_of
 from loadkit.tracing.lazy_tensor import LazyTensor, Offered
 from loadkit.tracing.recorder import active_recorder
 from loadkit.tracing.regions import runs_quietly
 from loadkit.tracing.storage import FileLeaf, Storage, Value, Write, moment
-from loadkit.tracing.view import View
+from loadkit.tracing.view import View, contiguous
 
 __all__ = ["run_loader"]
 
@@ -53,25 +54,39 @@ def run_loader(
         return
     with torch._C.DisableTorchFunction():
         recorder = active_recorder()
-        key = None if recorder is None else _key(loader, param, offer, shard)
-        if recorder is None or key is None or not isinstance(offer, Offered):
+        info = None if recorder is None else _info_of(offer)
+        key = None if info is None else _key(loader, param, info, shard)
+        if recorder is None or info is None or key is None:
             loader(param, _taken(offer), *shard)
             return
         with recorder.lock:
             storage = recorder.track(param)
             copies = recorder.known_copies.get(key)
             if copies is not None:
-                _repeat(copies, storage, offer)
+                _repeat(copies, storage, offer, info)
                 return
-            lazy, since = offer.tensor(), moment()
+            lazy, since = _taken(offer), moment()
             loader(param, lazy, *shard)
             learned = _copies(storage, lazy, since)
             if learned is not None:
                 recorder.known_copies[key] = learned
 
 
+def _info_of(offer: torch.Tensor | Offered) -> TensorInfo | None:
+    """The header entry of a checkpoint tensor that is whole and untouched; else None."""
+    if isinstance(offer, Offered):
+        return offer.info
+    if type(offer) is not LazyTensor:
+        return None
+    storage = offer.lazy_storage
+    leaf = storage.base
+    if not isinstance(leaf, FileLeaf) or storage.writes or leaf.dtype != offer.dtype:
+        return None
+    return leaf.info if offer.lazy_view == contiguous(leaf.size, storage.itemsize) else None
+
+
 def _key(
-    loader: Loader, param: torch.Tensor, offer: torch.Tensor | Offered, shard: tuple[Any, ...]
+    loader: Loader, param: torch.Tensor, info: TensorInfo, shard: tuple[Any, ...]
 ) -> Hashable | None:
     """All that decides what is copied; None where it is not all known."""
     owner = getattr(loader, "__self__", None)
@@ -79,9 +94,7 @@ def _key(
         says = getattr(loader, "loader_looks_at", None)
     else:
         says = vars(type(owner)).get("loader_looks_at")
-    if says is None or not isinstance(offer, Offered):
-        return None
-    if param.device.type != "meta" or is_spread(param):
+    if says is None or param.device.type != "meta" or is_spread(param):
         return None
     held = {} if owner is None else vars(owner)
     seen = tuple([held[name] for name in says if name in held])
@@ -91,7 +104,7 @@ def _key(
     key = (
         (getattr(loader, "__func__", loader), type(owner), seen, shard),
         (type(param), view_of(param), param.dtype, *marks),
-        (offer.info.shape, offer.info.dtype),
+        (info.shape, info.dtype),
     )
     try:
         hash(key)
@@ -100,21 +113,24 @@ def _key(
     return key
 
 
-def _repeat(copies: tuple[Copy, ...], storage: Storage, offer: Offered) -> None:
+def _repeat(
+    copies: tuple[Copy, ...], storage: Storage, offer: torch.Tensor | Offered, info: TensorInfo
+) -> None:
     """Record what is copied of a tensor into a parameter's storage."""
-    info = offer.info
-    leaf = Storage.of_leaf(FileLeaf(info, info.name, info.shape, offer.dtype))
+    leaf = offer.lazy_storage if isinstance(offer, LazyTensor) else Storage.of_info(info)
     storage.writes += [
         Write(target, dtype, Value(leaf, 0, source, source_dtype))
         for target, dtype, source, source_dtype in copies
     ]
 
 
-def _copies(storage: Storage, lazy: LazyTensor, since: int) -> tuple[Copy, ...] | None:
+def _copies(storage: Storage, lazy: torch.Tensor, since: int) -> tuple[Copy, ...] | None:
     """What a loader did since a ``moment``; None if it was more than copies of this tensor."""
     writes = [write for write in storage.writes if write.seq > since]
-    if moment() - since != len(writes) + 1 or lazy.lazy_storage.writes:
+    if moment() - since != len(writes) + 1:
         return None  # it wrote elsewhere too
+    if not isinstance(lazy, LazyTensor) or lazy.lazy_storage.writes:
+        return None
     copies = []
     for write in writes:
         value = write.value

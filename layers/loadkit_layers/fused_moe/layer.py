@@ -14,7 +14,6 @@ from loadkit.errors import ModelError, UsageError
 from loadkit.quantization import FusedMoEMethodBase, QuantizationConfig
 from loadkit_layers.activation import get_act_and_mul_fn
 from loadkit_layers.communication import all_reduce
-from loadkit_layers.fused_moe.parameter import ExpertParameter
 from loadkit_layers.fused_moe.ranks import ExpertRanks
 from loadkit_layers.fused_moe.routing import Router
 from loadkit_layers.fused_moe.tensors import ExpertTensors, Layout
@@ -50,6 +49,8 @@ class FusedMoE(ExpertTensors):
             quantisation has no method for experts.
         OptionError: ``parallel`` is no rank of its layout.
     """
+
+    loader_looks_at = ("ranks", "num_experts")  # see tracing.known_copies
 
     def __init__(
         self,
@@ -113,8 +114,6 @@ class FusedMoE(ExpertTensors):
         for name, param in self.named_parameters(recurse=False):
             path = f"{self.prefix}.{name}" if self.prefix else name
             setattr(param, "parameter_name", path)  # noqa: B010
-            if isinstance(param, ExpertParameter):
-                param.member_attrs["parameter_name"] = path
 
     def forward(
         self,

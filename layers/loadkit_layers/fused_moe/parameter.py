@@ -32,7 +32,7 @@ class ExpertParameter(BaseParameter):
 
     shards: tuple[Shard, ...]
     member_class: type[BaseParameter]
-    member_attrs: dict[str, Any]
+    member_attrs: tuple[tuple[str, Any], ...]
 
     def __init__(
         self,
@@ -51,13 +51,14 @@ class ExpertParameter(BaseParameter):
         self.shards = tuple(shards)
         shape = torch.empty(data.shape[1:], dtype=data.dtype, device="meta")
         first = member(shape, **base)
-        self.member_class, self.member_attrs = type(first), dict(first.__dict__)
+        attrs = ((name, value) for name, value in vars(first).items() if name != "parameter_name")
+        self.member_class, self.member_attrs = type(first), tuple(attrs)
 
     def expert(self, slot: int) -> BaseParameter:
         """One slot's parameter: a view, cut like a linear layer's."""
         data = self.data.select(0, slot)
         twin = torch.Tensor._make_subclass(self.member_class, data, False)
-        twin.__dict__.update(self.member_attrs)
+        twin.__dict__.update(self.member_attrs, parameter_name=self.parameter_name)
         return twin
 
     def load_expert(self, loaded_weight: torch.Tensor, slot: int, shard_id: str | None) -> None:
