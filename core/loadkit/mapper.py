@@ -138,7 +138,7 @@ class WeightsMapper:
                 continue
             if mapped.shard_id is not None:
                 new.shard_id = mapped.shard_id
-            place = MappedName(mapped.name, new.shard_id)
+            place = mapped if mapped[1] == new.shard_id else MappedName(mapped[0], new.shard_id)
             if place in taken:
                 _collide(taken[place], new)
                 continue

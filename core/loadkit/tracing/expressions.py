@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # not frozen: see FileLeaf
 class Src:
     """A region of a leaf; ``view`` walks its row-major elements, ``dtype`` re-reads the bits."""
 

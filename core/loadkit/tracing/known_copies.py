@@ -61,7 +61,11 @@ def run_loader(
             return
         with recorder.lock:
             storage = recorder.track(param)
-            copies = recorder.known_copies.get(key)
+            try:
+                copies = recorder.known_copies.get(key)
+            except TypeError:  # it is made of something that may change
+                loader(param, _taken(offer), *shard)
+                return
             if copies is not None:
                 _repeat(copies, storage, offer, info)
                 return
@@ -88,7 +92,9 @@ def _info_of(offer: torch.Tensor | Offered) -> TensorInfo | None:
 def _key(
     loader: Loader, param: torch.Tensor, info: TensorInfo, shard: tuple[Any, ...]
 ) -> Hashable | None:
-    """All that decides what is copied; None where it is not all known."""
+    """All that decides what is copied; None where it is not all known. It may hold what has no
+    hash.
+    """
     owner = getattr(loader, "__self__", None)
     if owner is None:
         says = getattr(loader, "loader_looks_at", None)
@@ -101,16 +107,11 @@ def _key(
     if len(seen) != len(says):  # a property, perhaps: nobody knows what it looks at
         return None
     marks = (mark for mark in vars(param).items() if mark[0] not in _NOT_LOOKED_AT)
-    key = (
+    return (
         (getattr(loader, "__func__", loader), type(owner), seen, shard),
         (type(param), view_of(param), param.dtype, *marks),
         (info.shape, info.dtype),
     )
-    try:
-        hash(key)
-    except TypeError:  # of something that may change
-        return None
-    return key
 
 
 def _repeat(

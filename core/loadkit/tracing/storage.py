@@ -35,7 +35,11 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+# There is one FileLeaf, Value, Write and Src for each tensor at least, and a frozen one takes twice
+# as long to make: they are not frozen, and nobody changes them.
+
+
+@dataclass(slots=True, unsafe_hash=True)
 class FileLeaf:
     """A checkpoint tensor's bytes in a file."""
 
@@ -133,7 +137,7 @@ class Storage:
         return Storage(leaf, view.numel, leaf.dtype.itemsize)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Value:
     """What ``view`` of ``storage`` held after its first ``version`` writes, as ``dtype``."""
 
