@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
+from loadkit.closing import Closing
 from loadkit.errors import DownloadError
 from loadkit.file_checks import show
 
@@ -68,7 +68,7 @@ class Denied(Exception):  # noqa: N818
     """The credentials, or the lack of them, do not open this file. Its text holds no secret."""
 
 
-class Answer(ABC):
+class Answer(Closing, ABC):
     """The bytes ``start`` to ``end`` of a file as they arrive; a context manager."""
 
     def __init__(self, pin: Pin, start: int, end: int) -> None:
@@ -87,17 +87,6 @@ class Answer(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let the connection go."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class Transport(ABC):

@@ -9,8 +9,6 @@ from __future__ import annotations
 import ssl
 import threading
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Self
 from urllib.parse import urlsplit
 
 import urllib3
@@ -27,6 +25,7 @@ from urllib3.response import BaseHTTPResponse
 from urllib3.util import Timeout
 
 from loadkit import __version__
+from loadkit.closing import Closing
 from loadkit.errors import DownloadError, LoadkitError
 from loadkit.file_checks import show
 from loadkit.network.addresses import (
@@ -53,7 +52,7 @@ _MOVED = frozenset({301, 302, 303, 307, 308})
 _ALWAYS = {"Accept-Encoding": "identity", "User-Agent": f"loadkit/{__version__}"}
 
 
-class Reply:
+class Reply(Closing):
     """An answer whose body is still to be read; a context manager.
 
     Attributes:
@@ -117,19 +116,8 @@ class Reply:
                 response.release_conn()
                 return
         except (HTTPError, OSError):
-            pass
+            pass  # the rest of an answer that nobody wants: the connection is of no use any more
         response.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class HttpClient:

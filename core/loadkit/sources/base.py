@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar
 
+from loadkit.closing import Closing
 from loadkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class File(ABC):
         """Release the descriptor or connection; may be called twice."""
 
 
-class Source(ABC):
+class Source(Closing, ABC):
     """A checkpoint's place, one per URI scheme. Registered with ``@register_source(scheme)``.
 
     A source is a context manager; leaving it closes every file it opened.
@@ -122,7 +122,7 @@ class Source(ABC):
         """The files that were opened so far: weights, and whatever else was asked for."""
         return ()
 
-    def make_local(self, names: Sequence[str]) -> None:  # noqa: B027
+    def make_local(self, names: Sequence[str]) -> None:
         """Have these files on this machine before they are read, unless ``stream`` says not to.
 
         Called by a load, once its files are known, and never by a plan. A file that is open
@@ -147,14 +147,3 @@ class Source(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close every file this source opened."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch
 
+from loadkit.closing import Closing
 from loadkit.config import LoadConfig
 from loadkit.errors import OptionError, UsageError
 from loadkit.origin import Origin, origin_of
@@ -32,7 +32,7 @@ __all__ = ["ServedReplica", "publish", "replica_tensors", "serve_replica"]
 logger = logging.getLogger(__name__)
 
 
-class ServedReplica:
+class ServedReplica(Closing):
     """A rank's parameters, registered and published. A context manager; leaving it ends that.
 
     The model must not change, and its parameters must not be freed, until then.
@@ -68,17 +68,6 @@ class ServedReplica:
         client.close()
         if manager is not None:
             manager.shutdown()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def serve_replica(
