@@ -13,7 +13,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from loadkit.build import swap
 from loadkit.errors import CoverageError, LoadkitError, ModelError
 from loadkit.execution import Target
-from loadkit.module_walk import attribute_of, named_modules
+from loadkit.module_walk import attribute_of, named_modules, named_paths
 from loadkit.processed_layout import is_processed_layout
 from loadkit.quantization_base import QuantizeMethodBase
 from loadkit.text import printable
@@ -58,7 +58,7 @@ class Finisher:
         self._processed = processed
         self._done: set[int] = set()
         self._by_name: dict[str, torch.Tensor] = {}
-        for prefix, module in model.named_modules(remove_duplicate=False):
+        for prefix, module in named_paths(model):
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:
                     self._by_name[f"{prefix}.{name}" if prefix else name] = tensor

@@ -12,6 +12,7 @@ from torch import nn
 
 from loadkit.errors import ModelError
 from loadkit.file_checks import show
+from loadkit.module_walk import named_paths
 from loadkit.save_layers import check_whole, part_of, required_part
 from loadkit.save_names import CheckpointNames
 from loadkit.save_rows import inverse, is_copy
@@ -88,7 +89,7 @@ def _places(
     first: dict[Any, tuple[torch.Tensor, nn.Module]] = {}
     loaded = origin is not None and bool(origin.sizes)
     buffers: list[tuple[str, torch.Tensor, nn.Module]] = []
-    for prefix, module in model.named_modules(remove_duplicate=False):
+    for prefix, module in named_paths(model):
         for name, param in module._parameters.items():
             if param is not None:
                 path = f"{prefix}.{name}" if prefix else name
@@ -105,8 +106,8 @@ def _places(
                 wanted = name not in module._non_persistent_buffers_set
             if wanted:
                 buffers.append((path, buffer, module))
-    for key, (param, module) in first.items():
-        yield names[key], param, module
+    for key, (tensor, module) in first.items():
+        yield names[key], tensor, module
     for path, buffer, module in buffers:
         yield [path], buffer, module
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from loadkit.module_walk import attribute_of, named_modules
+from loadkit.module_walk import any_says, attribute_of, named_modules
 from loadkit.tracing import report_misfit
 
 __all__ = ["of_this_stage"]
@@ -27,7 +27,7 @@ def of_this_stage(
     """The weights but those of layers that this rank does not have; these are listed as skipped."""
     missing = {
         name: module
-        for name, module in (named_modules(model) if _may_miss_layers(model) else ())
+        for name, module in (named_modules(model) if any_says(model, _SAYS) else ())
         if attribute_of(module, _SAYS) is True
     }
     for name, weight in weights:
@@ -36,26 +36,6 @@ def of_this_stage(
             yield name, weight
         else:
             report_misfit("SKIPPED", name=name, target=name, message=reason)
-
-
-def _may_miss_layers(model: nn.Module) -> bool:
-    """Whether any module speaks of it at all: told without putting names together."""
-    seen: set[nn.Module] = set()
-    silent: set[type] = set()  # kinds of modules that do not
-    waiting = [model]
-    while waiting:
-        module = waiting.pop()
-        kind = type(module)
-        if kind not in silent:
-            if hasattr(kind, _SAYS) or kind.__getattr__ is not nn.Module.__getattr__:
-                return True
-            silent.add(kind)
-        if _SAYS in module.__dict__:
-            return True
-        if module._modules and module not in seen:
-            seen.add(module)
-            waiting += [part for part in module._modules.values() if part is not None]
-    return False
 
 
 def _elsewhere(name: str, missing: dict[str, Any]) -> str | None:

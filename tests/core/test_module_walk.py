@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
+import loadkit
 from loadkit.build import parameters_on_meta
-from loadkit.module_walk import attribute_of, named_modules
+from loadkit.module_walk import any_says, attribute_of, named_modules, named_paths
 from loadkit.tracing.recorder import Recorder
 from loadkit.weight_memory import empty_weight
 
@@ -28,6 +32,35 @@ def test_the_walk_is_torchs_in_its_order_each_module_once() -> None:
     assert named_modules(model) == list(model.named_modules())
     assert [name for name, _ in named_modules(model)][:3] == ["", "first", "first.0"]
     assert named_modules(nn.ReLU()) != []
+
+
+def test_a_shared_module_has_a_path_for_each_of_its_places_and_a_circle_ends() -> None:
+    model = tree()
+    del model.second._modules["up"]
+    paths = list(model.named_modules(remove_duplicate=False))
+    assert named_paths(model) == paths
+    assert [name for name, _ in paths if name.endswith(("1.0", "second.a"))] != []
+    model.second.up = model
+    assert named_paths(model) == paths
+
+
+def test_a_model_with_a_circle_is_planned_and_loaded(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 3))
+    model[0].up = model
+    weights = {"0.weight": torch.ones(3, 2), "0.bias": torch.zeros(3)}
+    save_file(weights, tmp_path / "model.safetensors")
+    loadkit.load_into(model, tmp_path)
+    assert torch.equal(model[0].weight, weights["0.weight"])
+    assert torch.equal(model[0].bias, weights["0.bias"])
+
+
+def test_what_few_modules_say_is_found_wherever_they_say_it() -> None:
+    model = tree()
+    assert not any_says(model, "is_missing_layer")
+    model.first[1][1].is_missing_layer = True
+    assert any_says(model, "is_missing_layer")
+    assert any_says(nn.Sequential(Layer(2, 3)), "width")
+    assert any_says(Wrapper(nn.ReLU()), "anything")  # nobody knows what it has
 
 
 class Wrapper(nn.Module):

@@ -14,6 +14,7 @@ from loadkit.errors import ModelError, ShardedError, UsageError
 from loadkit.file_checks import show
 from loadkit.load_plan import problems_text
 from loadkit.manifest import Manifest, Quantization, RankEntry, Topology, WholeTensor
+from loadkit.module_walk import named_paths
 from loadkit.origin import Origin
 from loadkit.processed_layout import processors_of
 from loadkit.rank_files.by_key import place_by_key
@@ -110,7 +111,7 @@ def _state(
 def _named(model: nn.Module, origin: Origin | None) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters(remove_duplicate=False)
     loaded = frozenset() if origin is None else origin.buffers
-    for path, module in model.named_modules(remove_duplicate=False):
+    for path, module in named_paths(model):
         for name, buffer in module._buffers.items():
             full = f"{path}.{name}" if path else name
             persistent = name not in module._non_persistent_buffers_set
